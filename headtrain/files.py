@@ -1,0 +1,98 @@
+"""Files that are either whole or absent: atomic writes, checksums, stage manifests, free space."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def writing(path: str | Path):
+    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed to `path`, else removed."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with open(part, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(part, path)
+        fsync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    with writing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, sort_keys=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The parsed file; ValueError naming it when it is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); delete it to have it made again") from error
+
+
+def sha256_file(path: str | Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 (32 hex digits) of a JSON-able value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()[:32]
+
+
+class Manifest:
+    """`manifest.json` of a stage folder: fingerprint, complete, counts, left_out."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.path = self.folder / "manifest.json"
+        self.data: dict[str, Any] = read_json(self.path) if self.path.is_file() else {}
+
+    def open(self, mark: str, what: dict[str, Any]) -> bool:
+        """Prepares the folder for a stage with this fingerprint; True when it is complete already.
+
+        A folder made with other settings, or one that has files but no manifest, is moved aside, never reused.
+        """
+        if self.data.get("fingerprint") == mark:
+            return bool(self.data.get("complete"))
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            aside = self.folder.with_name(f"{self.folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+            self.folder.rename(aside)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.data = {"fingerprint": mark, "complete": False, "made_from": what, "counts": {}, "left_out": {}}
+        write_json(self.path, self.data)
+        return False
+
+    def finish(self, counts: dict[str, Any], left_out: dict[str, int] | None = None, **more: Any) -> None:
+        self.data.update(complete=True, counts=counts, left_out=left_out or {}, **more)
+        write_json(self.path, self.data)
+
+
+def free_bytes(folder: str | Path) -> int:
+    """Free bytes of the file system that holds `folder` or its nearest existing parent."""
+    folder = Path(folder).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,174 @@
+"""What a head is to the rest of the program: its batch, its output, its folder on disk, and its drafting interface.
+
+Shapes: N packed positions of one micro-batch, R documents, A taps, T target hidden, H head hidden, D depths, V target
+vocabulary, B requests, L new tokens per request, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Batch:
+    """One packed micro-batch: R documents one after another, N positions in all."""
+
+    ids_N: Tensor  # int64, target token ids
+    positions_N: Tensor  # int64, 0 … within each document
+    cu_R1: Tensor  # int32 [R+1], where documents start and end
+    supervised_N: Tensor  # bool, tokens the target produced
+    taps_NAT: Tensor  # target residual stream at the head's taps; zeros at a document's last position
+    last_NT: Tensor  # target hidden state after the final norm; zeros at a document's last position
+    argmax_N: Tensor  # int64, the target's choice for the next token
+    logsumexp_N: Tensor  # float32, of the target's logits
+    count_D: Tensor | None = None  # float32, trained pairs per depth of the whole optimizer step (all ranks, all micro-batches)
+    parts: int = 1  # world size x accumulation steps: micro-batches in that optimizer step
+    rows: list[str] = field(default_factory=list)  # ids of the documents, for messages
+
+    def to(self, device, dtype=None) -> Batch:
+        def move(value):
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() and value is not self.logsumexp_N else None)
+
+        values = {f.name: move(getattr(self, f.name)) for f in fields(self)}
+        if self.count_D is not None:
+            values["count_D"] = self.count_D.to(device)
+        return Batch(**values)
+
+
+@dataclass
+class HeadOutput:
+    """`loss`: scalar for backward. The rest are detached float32 sums per depth, to be added up over micro-batches and ranks."""
+
+    loss: Tensor
+    loss_D: Tensor  # sum of the objective over trained pairs
+    count_D: Tensor  # trained pairs
+    correct_D: Tensor  # trained pairs whose top draft token is the target's choice
+    reach_D: Tensor  # supervised pairs, in the draft vocab or not
+
+
+@dataclass
+class HeadConfig:
+    """Everything training and serving must agree on; written into the head's config.json."""
+
+    type: str = "eagle3"
+    hidden_size: int = 0
+    target_hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    num_hidden_layers: int = 1
+    vocab_size: int = 0  # of the target
+    draft_vocab_size: int = 0
+    rms_norm_eps: float = 1e-5
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0, "rope_type": "default"})
+    max_position_embeddings: int = 2048  # the target's
+    taps: list[int] = field(default_factory=list)
+    target_layers: int = 0
+    unroll: int = 7
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    freeze_lm_head: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Head(nn.Module):
+    """Base of all heads. A subclass is one file: network, training unroll, drafting.
+
+    Buffers: `d2t` int64 [draft vocab] (target_id = draft_id + d2t[draft_id]) and `t2d` bool [V]; the frozen target
+    embedding is held outside the state dict (`set_embedding`), so that no tensor of the target is trained or saved.
+    """
+
+    config: HeadConfig
+
+    # training
+    def forward(self, batch: Batch) -> HeadOutput:
+        """The whole training forward, loss included (called through the DeepSpeed engine)."""
+        raise NotImplementedError
+
+    # drafting; `state` is whatever the head keeps between steps
+    def start(self, batch: int, capacity: int) -> Any:
+        """An empty drafting state for `batch` requests of at most `capacity` tokens."""
+        raise NotImplementedError
+
+    def extend(self, state: Any, tokens_BL: Tensor, taps_BLAT: Tensor, last_BLT: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Feeds the true prefix: slot features and the token *after* each slot; row b's first counts_b entries are real.
+
+        Drops whatever was drafted since the last call. Returns logits over the draft vocab [B, draft vocab] and hidden
+        [B, H] at each row's last real slot: the first drafting step.
+        """
+        raise NotImplementedError
+
+    def expand(self, state: Any, tokens_B: Tensor, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
+        """One more drafting step of a chain: (logits [B, draft vocab], hidden [B, H]) after draft tokens `tokens_B` (target ids)."""
+        raise NotImplementedError
+
+    def select(self, state: Any, rows: Tensor) -> None:
+        """Keeps only the given requests of the state."""
+        raise NotImplementedError
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+
+def _registry() -> dict[str, type[Head]]:
+    from headtrain.heads.eagle3 import Eagle3Head
+
+    return {"eagle3": Eagle3Head}
+
+
+def head_class(kind: str) -> type[Head]:
+    """The class of a head type; ValueError names the known ones."""
+    known = _registry()
+    if kind not in known:
+        raise ValueError(f"head.type={kind}: unknown; known head types: {', '.join(sorted(known))}")
+    return known[kind]
+
+
+def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Writes config.json and model.safetensors in the portable layout (see the head's `portable_config`), atomically per file."""
+    from safetensors.torch import save_file
+
+    from headtrain.files import write_json, writing
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (t.to(dtype) if dtype and t.is_floating_point() else t).detach().cpu().contiguous().clone()
+        for name, t in head.portable_tensors().items()
+    }
+    with writing(folder / "model.safetensors") as path:
+        save_file(tensors, path, metadata={"format": "pt"})
+    write_json(folder / "config.json", head.portable_config(dtype or torch.float32))
+
+
+def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Head:
+    """Reads a folder written by `save_head`. `embedding` is the target's, [V, T]; needed before the head can run.
+
+    Raises ValueError naming the file and the missing, extra or mis-shaped tensor.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is not a head folder: {name} is missing")
+    written = json.loads((folder / "config.json").read_text())
+    if "headtrain" not in written:
+        raise ValueError(f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)")
+    config = HeadConfig(**written["headtrain"])
+    head = head_class(config.type)(config)
+    head.load_portable(load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))
+    if embedding is not None:
+        head.set_embedding(embedding)
+    return head.to(dtype).eval()

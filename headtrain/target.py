@@ -1,0 +1,333 @@
+"""A frozen causal language model: where its parts are, how it is loaded, and one forward that returns taps.
+
+This is the only file that knows where a transformers model keeps its embedding, blocks, final norm, lm_head and rope.
+Shapes: B rows, L new tokens, S visible slots, H hidden, A taps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import inspect
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headtrain.cache import KVCache
+from headtrain.config import TargetConfig
+
+
+class TargetError(ValueError):
+    """The target cannot be found, read, or understood; the message says what to do."""
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
+    """Attention over [B, heads, L, D] queries and [B, J, S, D] keys, grouped, in torch's fused kernel where it can.
+
+    Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) take a plain path. Registered in transformers as
+    `headtrain`, so that one function serves every family and no key is copied per query head.
+    """
+    if softcap is None and s_aux is None:
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value).transpose(1, 2), None
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register("headtrain", attention)
+    AttentionMaskInterface.register("headtrain", eager_mask)  # where transformers itself calls the model
+
+
+# ------------------------------------------------------------------------------------------------- locations
+
+def cache_dir() -> Path:
+    """`$HEADTRAIN_CACHE`, else the XDG cache."""
+    if root := os.environ.get("HEADTRAIN_CACHE"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headtrain"
+
+
+def locate(location: str) -> str:
+    """A Hub id or a path; `package:NAME/FILE` becomes the path of that file inside the installed package NAME."""
+    if not location.startswith("package:"):
+        return location
+    import importlib.util
+
+    name, _, file = location.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise TargetError(f"{location}: the Python package {name!r} is not installed; `pip install` it first")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    if not file:
+        return str(root)
+    if (root / file).is_file():
+        return str(root / file)
+    found = sorted(root.rglob(Path(file).name))
+    if not found:
+        have = ", ".join(sorted(p.name for p in root.rglob("*") if p.is_file() and p.suffix not in {".py", ".pyc"}))
+        raise TargetError(f"{location}: package {name!r} has no file {file!r}; it has: {have or 'no data files'}")
+    return str(found[0])
+
+
+def file_sha256(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path: Path):
+    """Holds an exclusive lock on `path` (created when missing) for the block, across processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def dequantized_gguf(path: str) -> str:
+    """Folder of the fp32 safetensors copy of a GGUF file, made once and kept in the cache under the file's sha256."""
+    folder = cache_dir() / "gguf" / file_sha256(path)[:32]
+    with locked(folder.with_suffix(".lock")):
+        if folder.is_dir():
+            return str(folder)
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        where = {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(part)
+        part.rename(folder)
+    return str(folder)
+
+
+# ------------------------------------------------------------------------------------------------- the target
+
+@dataclass
+class TargetStates:
+    """One forward: `last_BLH` after the final norm; `taps_BLAH` un-normed residual stream, None when not asked for."""
+
+    last_BLH: Tensor
+    taps_BLAH: Tensor | None
+
+
+class Target:
+    """A loaded target. `model`, `tokenizer`, `config` (the text config), `layers`, `embed`, `norm`, `lm_head`."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str, template_kwargs: dict | None = None):
+        self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
+        self.template_kwargs = dict(template_kwargs or {})
+        self.config = model.config.get_text_config()
+        self.embed = model.get_input_embeddings()
+        self.lm_head = model.get_output_embeddings()
+        if self.lm_head is None:
+            raise TargetError(f"{name}: {type(model).__name__} has no lm_head; a causal language model is needed")
+        self.backbone, self.layers, self.norm = _find_parts(model, self.config.num_hidden_layers, name)
+        parameters = inspect.signature(self.backbone.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._layer_types = set(getattr(self.config, "layer_types", None) or [])
+
+    @classmethod
+    def load(cls, config: TargetConfig, dtype: str | None = None) -> Target:
+        """Loads the model of a recipe's `target` section in `dtype` (default: the section's) and checks it.
+
+        Raises TargetError when the place does not exist or the parts found do not reproduce the model's own logits.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        _register_attention()
+        path = model_path(config)
+        options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype or config.dtype), attn_implementation=config.attn_implementation, **options
+            )
+        except (OSError, ValueError) as error:
+            raise TargetError(f"target.model={config.model}: {error}") from error
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        target = cls(model.to(device), tokenizer, config.model or path, config.template_kwargs)
+        target.self_check()
+        return target
+
+    device = property(lambda self: self.embed.weight.device)
+    dtype = property(lambda self: self.embed.weight.dtype)
+    hidden_size = property(lambda self: self.config.hidden_size)
+    vocab_size = property(lambda self: self.lm_head.weight.shape[0])
+    num_layers = property(lambda self: len(self.layers))
+
+    @property
+    def eos_ids(self) -> set[int]:
+        """Every token id that ends a response: the generation config's and the tokenizer's."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return ids | ({self.tokenizer.eos_token_id} - {None})
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        cache: KVCache | None = None,
+        slots_BL: Tensor | None = None,
+        positions_BL: Tensor | None = None,
+        mask_BLS: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> TargetStates:
+        """Runs new tokens through the blocks, with the earlier ones in `cache`.
+
+        slots_BL: int64, the cache slot of each new token (default: 0 … L-1). A token sees all slots up to its own.
+        positions_BL: rope positions, default = slots. mask_BLS: bool, who sees which slot, instead of the causal rule.
+        taps: 1 … num_layers; tap k is the residual stream after k blocks, before any final norm.
+        """
+        batch, length = tokens_BL.shape
+        if slots_BL is None:
+            slots_BL = torch.arange(length, device=tokens_BL.device).expand(batch, length)
+        window = int(slots_BL.max()) + 1
+        if mask_BLS is None:
+            mask_BLS = torch.arange(window, device=tokens_BL.device) <= slots_BL[..., None]
+        if positions_BL is None:
+            positions_BL = slots_BL
+        options: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            cache.begin(slots_BL, window)
+            options[self._cache_argument] = cache
+        with self._tapped(taps) as tapped:
+            output = self.backbone(
+                input_ids=tokens_BL, attention_mask=self._masks(mask_BLS, positions_BL), position_ids=positions_BL, **options
+            )
+        return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """lm_head with the family's scaling, from hidden states [..., H] after the final norm; [..., V] in the model's dtype."""
+        logits = self.lm_head(last)
+        if scaling := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / scaling
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def rope(self) -> dict[str, Any]:
+        """The rope description of the target, as a plain dict: rope_theta, rope_type and what scaling adds."""
+        rope = dict(getattr(self.config, "rope_parameters", None) or {})
+        if "full_attention" in rope:  # per layer type
+            rope = dict(rope["full_attention"])
+        rope.setdefault("rope_theta", getattr(self.config, "rope_theta", 10000.0))
+        rope.setdefault("rope_type", "default")
+        return rope
+
+    def self_check(self) -> None:
+        """Raises TargetError unless lm_head(final norm(last block)) equals the model's own logits on a probe."""
+        probe = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        with torch.inference_mode():
+            theirs = self.model(input_ids=probe).logits.float()
+        states = self.forward(probe, taps=(self.num_layers,))
+        with torch.inference_mode():
+            ours = {
+                "forward": self.logits(states.last_BLH).float(),
+                "norm of the last tap": self.logits(self.norm(states.taps_BLAH[:, :, 0])).float(),
+            }
+        tolerance = (1e-4 if self.dtype == torch.float32 else 0.06) * float(theirs.abs().max())
+        for way, logits in ours.items():
+            if (gap := float((logits - theirs).abs().max())) > tolerance:
+                raise TargetError(
+                    f"{self.name}: logits through {way} differ from the model's own by {gap:.3g} (allowed {tolerance:.3g}); "
+                    f"the {self.config.model_type} family needs an adapter in headtrain/target.py"
+                )
+
+    @contextlib.contextmanager
+    def _tapped(self, taps: tuple[int, ...]):
+        found: dict[int, Tensor] = {}
+        handles = []
+        for k in taps:
+            if not 1 <= k <= self.num_layers:
+                raise TargetError(f"tap {k} does not exist: {self.name} has blocks 1 … {self.num_layers}")
+
+            def keep(_module, _inputs, output, k=k):
+                found[k] = output[0] if isinstance(output, tuple) else output
+
+            handles.append(self.layers[k - 1].register_forward_hook(keep))
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _masks(self, mask_BLS: Tensor, positions_BL: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, L, S] in the model's dtype; one per layer type where a family has sliding windows."""
+
+        def additive(mask):
+            zeros = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+            return zeros.masked_fill_(~mask, torch.finfo(self.dtype).min)[:, None]
+
+        window = getattr(self.config, "sliding_window", None)
+        if not window or (self._layer_types and "sliding_attention" not in self._layer_types):
+            return additive(mask_BLS)
+        slots = torch.arange(mask_BLS.shape[-1], device=mask_BLS.device)
+        sliding = mask_BLS & (slots > positions_BL[..., None] - window)
+        if not self._layer_types:
+            return additive(sliding if getattr(self.config, "use_sliding_window", True) else mask_BLS)
+        if self._layer_types == {"sliding_attention"}:
+            return additive(sliding)
+        return {"full_attention": additive(mask_BLS), "sliding_attention": additive(sliding)}
+
+
+def model_path(config: TargetConfig) -> str:
+    """Where transformers can load `target.model` from: a Hub id or a folder (a GGUF is converted once)."""
+    if not config.model:
+        raise TargetError("target.model is not set: give a Hub id, a folder, a .gguf file or package:NAME/FILE")
+    path = locate(config.model)
+    if path.endswith(".gguf"):
+        if not os.path.isfile(path):
+            raise TargetError(f"target.model={config.model}: no such file")
+        return dequantized_gguf(path)
+    return path
+
+
+def default_taps(num_layers: int) -> list[int]:
+    """[2, L//2, L-3], the trio every engine captures by default. Raises TargetError where they collide (L < 7)."""
+    taps = [2, num_layers // 2, num_layers - 3]
+    if len({*taps}) < 3 or min(taps) < 1 or taps != sorted(taps):
+        raise TargetError(f"the default taps {taps} of a target with {num_layers} blocks collide; set head.taps=[…] explicitly")
+    return taps
+
+
+def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """The module that owns the list of blocks, that list, and the final norm beside it."""
+    for module in model.modules():
+        for child in module.children():
+            if not (isinstance(child, nn.ModuleList) and len(child) == num_layers):
+                continue
+            norms = [c for n, c in module.named_children() if re.search(r"norm|ln_f", n) and "emb" not in n]
+            if norms:
+                return module, child, norms[-1]
+    raise TargetError(f"{name}: found no list of {num_layers} blocks with a final norm in {type(model).__name__}")
