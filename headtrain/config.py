@@ -71,7 +71,8 @@ class CapturesConfig:
 class DataConfig:
     prompts: list[PromptSource] = field(default_factory=list)
     filter: PromptFilter = field(default_factory=PromptFilter)
-    held_out: float = 0.02  # below 1: share of the prompts; 1 and above: a count (lowest content hashes)
+    held_out: float = 0.02  # prompts kept for evaluation; below 1: a share, else a count (lowest content hashes)
+    valid: float = 0.02  # prompts whose captures pick the best checkpoint (the next hashes); never evaluated on
     max_length: int = 2048  # tokens of prompt + response; a longer row is cut, counted, and kept if still supervised
     responses: ResponsesConfig = field(default_factory=ResponsesConfig)
     captures: CapturesConfig = field(default_factory=CapturesConfig)
@@ -132,8 +133,8 @@ class EvalConfig:
     drafters: list[str] = field(default_factory=lambda: ["head", "ngram", "head+ngram"])
     dtype: str = "float32"
     max_new_tokens: int = 128
-    speed_prompts: int = 8  # per suite, at batch 1, timed alone
-    speed_tokens: int = 96
+    speed_prompts: list[int] = field(default_factory=lambda: [8])  # timed alone at batch 1: one number, or one per suite
+    speed_tokens: int = 96  # new tokens of each timed prompt
 
 
 @dataclass
@@ -144,6 +145,7 @@ class ExportConfig:
 @dataclass
 class LaunchConfig:
     gpus: Any = "auto"  # processes of the training stage; auto = the CUDA devices, or 1 on a CPU
+    workers: Any = "auto"  # processes of the data stages and of evaluation; auto = the CUDA devices, or the CPU cores
     hostfile: str | None = None
     master_port: int = 29500
 
