@@ -6,7 +6,10 @@ Loading (recipe lookup, Hydra's override grammar, errors that name the key) is i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 
@@ -14,13 +17,13 @@ from typing import Any
 class ShapeConfig:
     """The target's dimensions, so that `plan` and `smoke` need no weights and no network."""
 
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate: int | None = None
-    vocab: int | None = None
+    layers: int | None = None  # blocks
+    hidden: int | None = None  # width of the residual stream
+    heads: int | None = None  # query heads
+    kv_heads: int | None = None  # key/value heads
+    head_dim: int | None = None  # values per head
+    intermediate: int | None = None  # width of the MLP
+    vocab: int | None = None  # rows of lm_head
 
 
 @dataclass
@@ -28,12 +31,12 @@ class TargetConfig:
     model: str | None = None  # Hub id, folder, .gguf file, or package:NAME/FILE
     family: str | None = None  # transformers model_type
     shape: ShapeConfig = field(default_factory=ShapeConfig)
-    revision: str | None = None
+    revision: str | None = None  # commit, branch or tag of a Hub model
     dtype: str = "bfloat16"  # of the forward pass in data stages; evaluation has its own
     device: str = "auto"  # auto = cuda when there is one, else cpu
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, such as enable_thinking
+    trust_remote_code: bool = False  # run Python code that comes with the model
 
 
 @dataclass
@@ -46,8 +49,8 @@ class PromptSource:
 class PromptFilter:
     """Keeps a prompt by the text of its last user turn; every rejection is counted by reason."""
 
-    min_chars: int = 1
-    max_chars: int | None = None
+    min_chars: int = 1  # fewest characters
+    max_chars: int | None = None  # most characters
     min_ascii: float = 0.0  # share of characters below 128
     min_letters: float = 0.0  # share of letters and spaces
 
@@ -55,21 +58,21 @@ class PromptFilter:
 @dataclass
 class ResponsesConfig:
     backend: str = "local"  # local: the target answers; given: the data's own answers (off-policy)
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 512
+    temperature: float = 0.0  # 0 = the most likely token
+    top_p: float = 1.0  # share of probability that is sampled from
+    max_new_tokens: int = 512  # per response
     batch_tokens: int = 16384  # budget of one generation batch: rows x (longest prompt + max_new_tokens)
 
 
 @dataclass
 class CapturesConfig:
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the stored hidden states
     allow_low_disk: bool = False  # start although the disk estimate exceeds the free space
 
 
 @dataclass
 class DataConfig:
-    prompts: list[PromptSource] = field(default_factory=list)
+    prompts: list[PromptSource] = field(default_factory=list)  # where prompts come from: [{source: …, limit: …}, …]
     filter: PromptFilter = field(default_factory=PromptFilter)
     held_out: float = 0.02  # prompts kept for evaluation; below 1: a share, else a count (lowest content hashes)
     valid: float = 0.02  # prompts whose captures pick the best checkpoint (the next hashes); never evaluated on
@@ -80,81 +83,81 @@ class DataConfig:
 
 @dataclass
 class HeadSection:
-    type: str = "eagle3"
+    type: str = "eagle3"  # kind of head
     taps: list[int] | None = None  # None: [2, L//2, L-3]
-    layers: int = 1
-    unroll: int = 7
+    layers: int = 1  # blocks of the head
+    unroll: int = 7  # draft steps that training simulates
     draft_vocab: Any = 32000  # a size, or "full"
     hidden: int | None = None  # None: the target's
-    intermediate: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    norm_before_residual: bool = False
+    intermediate: int | None = None  # None: the target's
+    heads: int | None = None  # None: the target's
+    kv_heads: int | None = None  # None: the target's
+    head_dim: int | None = None  # None: the target's
+    norm_before_residual: bool = False  # add the normed hidden state as the residual (not every engine can)
     norm_output: bool = False  # feed back the normed output instead of the residual stream
-    freeze_lm_head: bool = False
+    freeze_lm_head: bool = False  # keep lm_head at the target's rows
     init_from: str | None = None  # a head folder to start from
 
 
 @dataclass
 class TrainConfig:
-    epochs: float | None = None
-    steps: int | None = None
+    epochs: float | None = None  # passes over the data
+    steps: int | None = None  # optimizer steps
     seconds: float | None = None  # stop (and finish the schedule) after this much training wall time
     batch_tokens: int = 4096  # packed tokens of one micro-batch
-    accumulate: int = 1
-    lr: float = 1e-4
-    optimizer: str = "adamw"
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = 0.0
-    clip: float = 0.5
+    accumulate: int = 1  # micro-batches of one optimizer step
+    lr: float = 1e-4  # peak learning rate
+    optimizer: str = "adamw"  # adamw | muon
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    weight_decay: float = 0.0  # of AdamW, on matrices
+    clip: float = 0.5  # largest gradient norm; 0 = no clipping
     warmup: float = 0.02  # share of the steps
-    schedule: str = "cosine"
+    schedule: str = "cosine"  # cosine | linear | wsd | constant
     min_lr: float = 0.0  # final lr as a share of lr
-    objective: str = "soft_ce"
+    objective: str = "soft_ce"  # soft_ce: cross-entropy with the target's distribution
     decay: float = 0.8  # weight of depth d is decay**d
-    precision: str = "bf16"
-    zero_stage: int = 0
-    save_every: int = 200
-    keep: int = 2
-    eval_every: int = 100
-    eval_rows: int = 64
+    precision: str = "bf16"  # bf16 | fp32 | fp16 (GPU only) of the forward pass; masters are fp32
+    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
+    save_every: int = 200  # steps between checkpoints
+    keep: int = 2  # checkpoints kept, besides the best
+    eval_every: int = 100  # steps between simulated acceptance lengths
+    eval_rows: int = 64  # rows of that simulation
     threads: int | None = None  # CPU threads of each training process; None: cores / processes
 
 
 @dataclass
 class EvalConfig:
-    suites: list[str] = field(default_factory=lambda: ["heldout"])
-    limit: int | None = None
-    k: list[int] = field(default_factory=lambda: [5])
-    temperature: list[float] = field(default_factory=lambda: [0.0])
-    top_p: float = 1.0
-    batch: list[int] = field(default_factory=lambda: [16])
-    drafters: list[str] = field(default_factory=lambda: ["head", "ngram", "head+ngram"])
-    dtype: str = "float32"
-    max_new_tokens: int = 128
-    speed_prompts: list[int] = field(default_factory=lambda: [8])  # timed alone at batch 1: one number, or one per suite
+    suites: list[str] = field(default_factory=lambda: ["heldout"])  # heldout, humaneval, or a .jsonl file
+    limit: int | None = None  # prompts per suite
+    k: list[int] = field(default_factory=lambda: [5])  # draft tokens per step
+    temperature: list[float] = field(default_factory=lambda: [0.0])  # 0 = greedy, with an identity check
+    top_p: float = 1.0  # above temperature 0
+    batch: list[int] = field(default_factory=lambda: [16])  # requests decoded together
+    drafters: list[str] = field(default_factory=lambda: ["head", "ngram", "head+ngram"])  # compared with plain decoding
+    dtype: str = "float32"  # of the target while evaluating
+    max_new_tokens: int = 128  # per prompt
+    speed_prompts: list[int] = field(default_factory=lambda: [8])  # timed at batch 1: one number, or one per suite
     speed_tokens: int = 96  # new tokens of each timed prompt
 
 
 @dataclass
 class ExportConfig:
-    formats: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)  # engines: vllm
 
 
 @dataclass
 class LaunchConfig:
     gpus: Any = "auto"  # processes of the training stage; auto = the CUDA devices, or 1 on a CPU
     workers: Any = "auto"  # processes of the data stages and of evaluation; auto = the CUDA devices, or the CPU cores
-    hostfile: str | None = None
-    master_port: int = 29500
+    hostfile: str | None = None  # DeepSpeed hostfile, for several machines
+    master_port: int = 29500  # of the first machine
 
 
 @dataclass
 class RecipeConfig:
     """One run of one head for one target."""
 
-    description: str = ""
+    description: str = ""  # one line about the recipe
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadSection = field(default_factory=HeadSection)
@@ -163,6 +166,154 @@ class RecipeConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run_dir: str | None = None  # None: runs/<recipe name>
-    seed: int = 0
-    smoke: bool = False
+    seed: int = 0  # of everything random
+    smoke: bool = False  # tiny random target of the same family, few rows, no network
     logger: str = "none"  # none | wandb
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+class ConfigError(ValueError):
+    """A key, value or combination that cannot be meant; the message says what is allowed."""
+
+
+@dataclass
+class Rule:
+    """`check` is asked about one value (each item of a list); `allowed` completes "allowed: …"."""
+
+    check: Callable[[Any], bool]
+    allowed: str
+
+
+def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> Rule:
+    def check(value: Any) -> bool:
+        return math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+
+    lower = f"above {low:g}" if open_low else f"{low:g} or more"
+    return Rule(check, lower if math.isinf(high) else f"{'above ' if open_low else ''}{low:g} … {high:g}")
+
+
+def _one_of(*choices: Any) -> Rule:
+    return Rule(lambda value: value in choices, ", ".join(map(str, choices)))
+
+
+def _matching(pattern: str, allowed: str) -> Rule:
+    return Rule(lambda value: re.fullmatch(pattern, str(value)) is not None, allowed)
+
+
+_COUNT, _SHARE = _number(1), _number(0, 1)
+_DTYPE = _one_of("float32", "bfloat16", "float16")
+_PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
+
+# What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
+RULES: dict[str, Rule] = {
+    **{f"target.shape.{key.name}": _COUNT for key in fields(ShapeConfig)},
+    "target.dtype": _DTYPE,
+    "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
+    "data.prompts.source": _matching(r".*\S.*", "a file (.json, .jsonl) or package:NAME/FILE"),
+    "data.prompts.limit": _COUNT,
+    "data.filter.min_chars": _number(0),
+    "data.filter.max_chars": _COUNT,
+    "data.filter.min_ascii": _SHARE,
+    "data.filter.min_letters": _SHARE,
+    "data.held_out": _number(0),
+    "data.valid": _number(0),
+    "data.max_length": _number(2),
+    "data.responses.backend": _one_of("local", "given"),
+    "data.responses.temperature": _number(0),
+    "data.responses.top_p": _number(0, 1, open_low=True),
+    "data.responses.max_new_tokens": _COUNT,
+    "data.responses.batch_tokens": _COUNT,
+    "data.captures.dtype": _DTYPE,
+    "head.type": _one_of("eagle3"),
+    "head.taps": _COUNT,
+    "head.layers": _COUNT,
+    "head.unroll": _number(1, 64),
+    "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
+    **{f"head.{key}": _COUNT for key in ("hidden", "intermediate", "heads", "kv_heads", "head_dim")},
+    "train.epochs": _number(0, open_low=True),
+    "train.steps": _COUNT,
+    "train.seconds": _number(0, open_low=True),
+    "train.batch_tokens": _number(8),
+    "train.accumulate": _COUNT,
+    "train.lr": _number(0, open_low=True),
+    "train.optimizer": _one_of("adamw", "muon"),
+    "train.betas": Rule(lambda value: 0 <= value < 1, "two numbers, each 0 or more and below 1"),
+    "train.weight_decay": _number(0),
+    "train.clip": _number(0),
+    "train.warmup": _SHARE,
+    "train.schedule": _one_of("cosine", "linear", "wsd", "constant"),
+    "train.min_lr": _SHARE,
+    "train.objective": _one_of("soft_ce"),
+    "train.decay": _number(0, 1, open_low=True),
+    "train.precision": _one_of("bf16", "fp32", "fp16"),
+    "train.zero_stage": _one_of(0, 1, 2, 3),
+    "train.save_every": _COUNT,
+    "train.keep": _COUNT,
+    "train.eval_every": _COUNT,
+    "train.eval_rows": _COUNT,
+    "train.threads": _COUNT,
+    "eval.limit": _COUNT,
+    "eval.k": _number(1, 64),
+    "eval.temperature": _number(0),
+    "eval.top_p": _number(0, 1, open_low=True),
+    "eval.batch": _COUNT,
+    "eval.drafters": _one_of("head", "ngram", "head+ngram"),
+    "eval.dtype": _DTYPE,
+    "eval.max_new_tokens": _COUNT,
+    "eval.speed_prompts": _number(0),
+    "eval.speed_tokens": _COUNT,
+    "export.formats": _one_of("vllm"),
+    "launch.gpus": _PROCESSES,
+    "launch.workers": _PROCESSES,
+    "launch.master_port": _number(1, 65535),
+    "seed": _number(0, 2**63 - 1),
+    "logger": _one_of("none", "wandb"),
+}
+
+
+def validate(config: RecipeConfig) -> None:
+    """Raises ConfigError naming the first key whose value is out of range, or keys that contradict each other."""
+    _check_values("", config)
+    shape, head, train = config.target.shape, config.head, config.train
+    if config.data.held_out + config.data.valid == 0 and config.data.prompts:
+        raise ConfigError("data.held_out=0 and data.valid=0 leave nothing to measure on; set data.held_out")
+    if config.data.filter.max_chars and config.data.filter.max_chars < config.data.filter.min_chars:
+        raise ConfigError(
+            f"data.filter.max_chars={config.data.filter.max_chars} is below data.filter.min_chars="
+            f"{config.data.filter.min_chars}: no prompt can pass"
+        )
+    if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
+        raise ConfigError(f"target.shape.heads={shape.heads} is not a multiple of target.shape.kv_heads={shape.kv_heads}")
+    if head.taps is not None and (len(set(head.taps)) != len(head.taps) or head.taps != sorted(head.taps)):
+        raise ConfigError(f"head.taps={head.taps}: taps must be different and ascending")
+    if head.taps is not None and shape.layers and head.taps[-1:] > [shape.layers]:
+        raise ConfigError(f"head.taps={head.taps}: the target has blocks 1 … {shape.layers}")
+    if isinstance(head.draft_vocab, int) and shape.vocab and head.draft_vocab > shape.vocab:
+        raise ConfigError(
+            f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write head.draft_vocab=full"
+        )
+    if len(train.betas) != 2:
+        raise ConfigError(f"train.betas={train.betas}: two numbers are needed")
+    if len(config.eval.speed_prompts) not in (1, len(config.eval.suites)):
+        raise ConfigError(
+            f"eval.speed_prompts={config.eval.speed_prompts}: give one number, or one per suite ({len(config.eval.suites)})"
+        )
+
+
+def _check_values(prefix: str, node: Any) -> None:
+    for key in fields(node):
+        path, value = f"{prefix}{key.name}", getattr(node, key.name)
+        if is_dataclass(value):
+            _check_values(f"{path}.", value)
+            continue
+        if isinstance(value, list) and not value and path in _NEVER_EMPTY:
+            raise ConfigError(f"{path}=[]: at least one value is needed; allowed: {RULES[path].allowed}")
+        for item in value if isinstance(value, list) else [value]:
+            if is_dataclass(item):
+                _check_values(f"{path}.", item)
+            elif item is not None and path in RULES and not RULES[path].check(item):
+                raise ConfigError(f"{path}={item}: not allowed; allowed: {RULES[path].allowed}")
+
+
+_NEVER_EMPTY = {"eval.k", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"}
