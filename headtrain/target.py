@@ -313,14 +313,6 @@ def model_path(config: TargetConfig) -> str:
     return path
 
 
-def default_taps(num_layers: int) -> list[int]:
-    """[2, L//2, L-3], the trio every engine captures by default. Raises TargetError where they collide (L < 7)."""
-    taps = [2, num_layers // 2, num_layers - 3]
-    if len({*taps}) < 3 or min(taps) < 1 or taps != sorted(taps):
-        raise TargetError(f"the default taps {taps} of a target with {num_layers} blocks collide; set head.taps=[…] explicitly")
-    return taps
-
-
 def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
     """The module that owns the list of blocks, that list, and the final norm beside it."""
     for module in model.modules():
