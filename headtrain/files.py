@@ -1,8 +1,9 @@
-"""Files that are either whole or absent: atomic writes, checksums, stage manifests, free space."""
+"""Files that are either whole or absent: locations, atomic writes, locks, checksums, stage manifests, free space."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -10,6 +11,61 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+
+
+class LocationError(ValueError):
+    """A `package:NAME/FILE` location that is not there; the message says what is."""
+
+
+def cache_dir() -> Path:
+    """`$HEADTRAIN_CACHE`, else the XDG cache."""
+    if root := os.environ.get("HEADTRAIN_CACHE"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headtrain"
+
+
+def locate(location: str) -> str:
+    """A Hub id or a path; `package:NAME/FILE` becomes the path of that file inside the installed package NAME."""
+    if not location.startswith("package:"):
+        return location
+    import importlib.util
+
+    name, _, file = location.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise LocationError(f"{location}: the Python package {name!r} is not installed; `pip install` it first")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    if not file:
+        return str(root)
+    if (root / file).is_file():
+        return str(root / file)
+    found = sorted(root.rglob(Path(file).name))
+    if not found:
+        have = ", ".join(sorted(p.name for p in root.rglob("*") if p.is_file() and p.suffix not in {".py", ".pyc"}))
+        raise LocationError(f"{location}: package {name!r} has no file {file!r}; it has: {have or 'no data files'}")
+    return str(found[0])
+
+
+@contextlib.contextmanager
+def locked(path: Path):
+    """Holds an exclusive lock on `path` (created when missing) for the block, across processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def claimed(path: Path):
+    """Yields True while this process holds `path` alone, False when another one does. A dead process holds nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = True
+        except BlockingIOError:
+            mine = False
+        yield mine
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ Shapes: B rows, L new tokens, S visible slots, H hidden, A taps, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import inspect
 import os
 import re
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from headtrain.cache import KVCache
 from headtrain.config import TargetConfig
+from headtrain.files import cache_dir, locate, locked, sha256_file
 
 
 class TargetError(ValueError):
@@ -62,54 +61,11 @@ def _register_attention() -> None:
     AttentionMaskInterface.register("headtrain", eager_mask)  # where transformers itself calls the model
 
 
-# ------------------------------------------------------------------------------------------------- locations
-
-def cache_dir() -> Path:
-    """`$HEADTRAIN_CACHE`, else the XDG cache."""
-    if root := os.environ.get("HEADTRAIN_CACHE"):
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headtrain"
-
-
-def locate(location: str) -> str:
-    """A Hub id or a path; `package:NAME/FILE` becomes the path of that file inside the installed package NAME."""
-    if not location.startswith("package:"):
-        return location
-    import importlib.util
-
-    name, _, file = location.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise TargetError(f"{location}: the Python package {name!r} is not installed; `pip install` it first")
-    root = Path(next(iter(spec.submodule_search_locations)))
-    if not file:
-        return str(root)
-    if (root / file).is_file():
-        return str(root / file)
-    found = sorted(root.rglob(Path(file).name))
-    if not found:
-        have = ", ".join(sorted(p.name for p in root.rglob("*") if p.is_file() and p.suffix not in {".py", ".pyc"}))
-        raise TargetError(f"{location}: package {name!r} has no file {file!r}; it has: {have or 'no data files'}")
-    return str(found[0])
-
-
-def file_sha256(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def locked(path: Path):
-    """Holds an exclusive lock on `path` (created when missing) for the block, across processes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
+# ------------------------------------------------------------------------------------------------- GGUF
 
 def dequantized_gguf(path: str) -> str:
     """Folder of the fp32 safetensors copy of a GGUF file, made once and kept in the cache under the file's sha256."""
-    folder = cache_dir() / "gguf" / file_sha256(path)[:32]
+    folder = cache_dir() / "gguf" / sha256_file(path)[:32]
     with locked(folder.with_suffix(".lock")):
         if folder.is_dir():
             return str(folder)
@@ -323,3 +279,15 @@ def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module
             if norms:
                 return module, child, norms[-1]
     raise TargetError(f"{name}: found no list of {num_layers} blocks with a final norm in {type(model).__name__}")
+
+
+@dataclass
+class TargetParts:
+    """The few tensors of a target that training needs: `embedding` [V, T], `lm_head` [V, T], plus its text config."""
+
+    embedding: Tensor
+    lm_head: Tensor
+    norm_weight: Tensor
+    config: Any
+    eos_ids: set[int]
+    rope: dict[str, Any]
