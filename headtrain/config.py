@@ -35,7 +35,7 @@ class TargetConfig:
     dtype: str = "bfloat16"  # of the forward pass in data stages; evaluation has its own
     device: str = "auto"  # auto = cuda when there is one, else cpu
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, such as enable_thinking
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking
     trust_remote_code: bool = False  # run Python code that comes with the model
 
 
@@ -109,7 +109,9 @@ class TrainConfig:
     lr: float = 1e-4  # peak learning rate
     optimizer: str = "adamw"  # adamw | muon
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
-    weight_decay: float = 0.0  # of AdamW, on matrices
+    weight_decay: float = 0.0  # on matrices; norms are never decayed
+    muon_lr: float = 1e-3  # peak learning rate of the matrices that optimizer=muon updates
+    muon_momentum: float = 0.95
     clip: float = 0.5  # largest gradient norm; 0 = no clipping
     warmup: float = 0.02  # share of the steps
     schedule: str = "cosine"  # cosine | linear | wsd | constant
@@ -122,6 +124,7 @@ class TrainConfig:
     keep: int = 2  # checkpoints kept, besides the best
     eval_every: int = 100  # steps between simulated acceptance lengths
     eval_rows: int = 64  # rows of that simulation
+    log_every: int = 10  # steps between lines of training/log.jsonl
     threads: int | None = None  # CPU threads of each training process; None: cores / processes
 
 
@@ -240,6 +243,8 @@ RULES: dict[str, Rule] = {
     "train.optimizer": _one_of("adamw", "muon"),
     "train.betas": Rule(lambda value: 0 <= value < 1, "two numbers, each 0 or more and below 1"),
     "train.weight_decay": _number(0),
+    "train.muon_lr": _number(0, open_low=True),
+    "train.muon_momentum": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
     "train.clip": _number(0),
     "train.warmup": _SHARE,
     "train.schedule": _one_of("cosine", "linear", "wsd", "constant"),
@@ -252,6 +257,7 @@ RULES: dict[str, Rule] = {
     "train.keep": _COUNT,
     "train.eval_every": _COUNT,
     "train.eval_rows": _COUNT,
+    "train.log_every": _COUNT,
     "train.threads": _COUNT,
     "eval.limit": _COUNT,
     "eval.k": _number(1, 64),
@@ -284,20 +290,21 @@ def validate(config: RecipeConfig) -> None:
             f"{config.data.filter.min_chars}: no prompt can pass"
         )
     if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
-        raise ConfigError(f"target.shape.heads={shape.heads} is not a multiple of target.shape.kv_heads={shape.kv_heads}")
+        raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
     if head.taps is not None and (len(set(head.taps)) != len(head.taps) or head.taps != sorted(head.taps)):
         raise ConfigError(f"head.taps={head.taps}: taps must be different and ascending")
     if head.taps is not None and shape.layers and head.taps[-1:] > [shape.layers]:
         raise ConfigError(f"head.taps={head.taps}: the target has blocks 1 … {shape.layers}")
     if isinstance(head.draft_vocab, int) and shape.vocab and head.draft_vocab > shape.vocab:
         raise ConfigError(
-            f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write head.draft_vocab=full"
+            f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write `full` for all"
         )
     if len(train.betas) != 2:
         raise ConfigError(f"train.betas={train.betas}: two numbers are needed")
     if len(config.eval.speed_prompts) not in (1, len(config.eval.suites)):
         raise ConfigError(
-            f"eval.speed_prompts={config.eval.speed_prompts}: give one number, or one per suite ({len(config.eval.suites)})"
+            f"eval.speed_prompts={config.eval.speed_prompts}: give one number, or one per suite "
+            f"({len(config.eval.suites)})"
         )
 
 
