@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -281,13 +282,55 @@ def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module
     raise TargetError(f"{name}: found no list of {num_layers} blocks with a final norm in {type(model).__name__}")
 
 
+# ------------------------------------------------------------------------------------------------- parts for training
+
 @dataclass
 class TargetParts:
-    """The few tensors of a target that training needs: `embedding` [V, T], `lm_head` [V, T], plus its text config."""
+    """The few tensors of a target that training needs, in its checkpoint's dtype: `embedding` and `lm_head`, both [V, T],
+    `norm_weight` [T]; its text config, rope description and end tokens."""
 
     embedding: Tensor
     lm_head: Tensor
     norm_weight: Tensor
     config: Any
-    eos_ids: set[int]
     rope: dict[str, Any]
+    eos_ids: set[int]
+
+
+def load_parts(config: TargetConfig) -> TargetParts:
+    """Reads the embedding, lm_head and final norm of a target from its safetensors files, without loading the rest."""
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils.hub import cached_file
+
+    path = model_path(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        model_config = AutoConfig.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        with torch.device("meta"):
+            target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
+        with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
+            target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
+        names = {id(p): n for n, p in target.model.named_parameters(remove_duplicate=False)}
+        wanted = {"embedding": target.embed.weight, "lm_head": target.lm_head.weight, "norm_weight": target.norm.weight}
+        index = cached_file(path, "model.safetensors.index.json", revision=config.revision, _raise_exceptions_for_missing_entries=False)
+        files = json.loads(Path(index).read_text())["weight_map"] if index else {}
+        tensors = {}
+        for part, parameter in wanted.items():
+            aliases = [n for n, p in target.model.named_parameters(remove_duplicate=False) if p is parameter]
+            for name in aliases:
+                file = cached_file(path, files.get(name, "model.safetensors"), revision=config.revision)
+                with safe_open(file, "pt") as handle:
+                    if name in handle.keys():  # noqa: SIM118: not a dict
+                        tensors[part] = handle.get_tensor(name)
+                        break
+            else:
+                raise TargetError(f"target.model={config.model}: no tensor {names[id(parameter)]} ({part}) in its safetensors files")
+    except (OSError, ValueError) as error:
+        raise TargetError(f"target.model={config.model}: {error}") from error
+    return TargetParts(config=target.config, rope=target.rope(), eos_ids=target.eos_ids, **tensors)
+
+
+def _code(config: TargetConfig) -> dict[str, bool]:
+    return {"trust_remote_code": config.trust_remote_code}

@@ -7,12 +7,19 @@ vocabulary, B requests, L new tokens per request, K draft tokens.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headtrain.config import HeadSection, RecipeConfig
+from headtrain.heads.vocab import choose_draft_vocab, coverage, mapping
+from headtrain.target import TargetParts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,7 +72,6 @@ class HeadConfig:
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
     head_dim: int = 0
-    num_hidden_layers: int = 1
     vocab_size: int = 0  # of the target
     draft_vocab_size: int = 0
     rms_norm_eps: float = 1e-5
@@ -86,10 +92,26 @@ class Head(nn.Module):
     """Base of all heads. A subclass is one file: network, training unroll, drafting.
 
     Buffers: `d2t` int64 [draft vocab] (target_id = draft_id + d2t[draft_id]) and `t2d` bool [V]; the frozen target
-    embedding is held outside the state dict (`set_embedding`), so that no tensor of the target is trained or saved.
+    embedding is held outside the state dict (`attach`), so that no tensor of the target is trained or saved.
     """
 
     config: HeadConfig
+
+    @classmethod
+    def fresh(cls, section: HeadSection, parts: TargetParts) -> Head:
+        """An untrained head for this target; the draft vocabulary is only sized, its mapping comes later."""
+        raise NotImplementedError
+
+    def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
+        """Lends the head the target's frozen embedding [V, T] and, for training, its lm_head [V, T] (the teacher)."""
+        raise NotImplementedError
+
+    def draft_all(self, batch: Batch, depths: int) -> Tensor:
+        """The greedy chain a server would draft from every slot at once: target ids, int64 [N, depths].
+
+        Slot p's chain sees the true tokens up to p+1 and its own drafts after that.
+        """
+        raise NotImplementedError
 
     # training
     def forward(self, batch: Batch) -> HeadOutput:
@@ -135,6 +157,31 @@ def head_class(kind: str) -> type[Head]:
     return known[kind]
 
 
+def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Head:
+    """A head for a target, ready to train: fresh by the recipe, or continued from `head.init_from` (whose mapping wins).
+
+    supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
+    the draft vocabulary is chosen by the first, then by the second.
+    """
+    section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
+    if section.init_from:
+        head = load_head(section.init_from, embedding)
+        if head.config.vocab_size != len(lm_head):
+            raise ValueError(f"head.init_from={section.init_from}: made for {head.config.vocab_size} tokens, the target has {len(lm_head)}")
+        inside, total = coverage(supervised_V, head.t2d)
+        log.info("mapping taken from parent; covers %.1f %% of the new supervised tokens", 100 * inside / max(total, 1))
+    else:
+        torch.manual_seed(recipe.seed)
+        head = head_class(section.type).fresh(section, parts)
+        selected = choose_draft_vocab(supervised_V, head.config.draft_vocab_size, parts.eos_ids, all_V)
+        head.d2t, head.t2d = mapping(selected, len(lm_head))
+        head.lm_head.weight.data.copy_(lm_head[selected])
+    head.attach(embedding, lm_head)
+    head.objective, head.decay = recipe.train.objective, recipe.train.decay
+    head.logit_scale = 1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
+    return head
+
+
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Writes config.json and model.safetensors in the portable layout (see the head's `portable_config`), atomically per file."""
     from safetensors.torch import save_file
@@ -170,5 +217,5 @@ def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.
     head = head_class(config.type)(config)
     head.load_portable(load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))
     if embedding is not None:
-        head.set_embedding(embedding)
+        head.attach(embedding)
     return head.to(dtype).eval()

@@ -1,0 +1,388 @@
+"""EAGLE-3: one decoder layer over [token embedding; fused target features], unrolled over its own hidden states.
+
+Source: Li et al., EAGLE-3 (arXiv 2503.01840). Wiring as vLLM, SGLang, TensorRT-LLM and llama.cpp run it:
+features = fc(taps); x = features (or their norm); attention over [input_layernorm(e); hidden_norm(features)]; x += attention;
+x += mlp(post_attention_layernorm(x)); logits = lm_head(norm(x)); x, before the norm, is the next depth's features.
+
+Shapes: N packed positions, M active slots of a depth, H hidden, A taps, G query heads per key head, J key heads, D head
+size, V draft vocabulary, B requests, L new tokens, S cache slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headtrain.config import HeadSection
+from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput
+from headtrain.heads.layers import (
+    Segment,
+    depth_attention,
+    fused_loss,
+    rms_norm,
+    rope_inverse_frequencies,
+    rope_tables,
+    rotate,
+)
+from headtrain.heads.objectives import OBJECTIVES
+from headtrain.heads.vocab import draft_size, trained_pairs
+from headtrain.target import TargetParts, default_taps
+
+
+class _Layer(nn.Module):
+    """Parameters of the decoder layer, under the names engines load (`midlayer.*`)."""
+
+    def __init__(self, c: HeadConfig):
+        super().__init__()
+        h, i = c.hidden_size, c.intermediate_size
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+
+        def linear(inputs, outputs):
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.self_attn = nn.ModuleDict(
+            {"q_proj": linear(2 * h, q), "k_proj": linear(2 * h, kv), "v_proj": linear(2 * h, kv), "o_proj": linear(q, h)}
+        )
+        self.mlp = nn.ModuleDict({"gate_proj": linear(h, i), "up_proj": linear(h, i), "down_proj": linear(i, h)})
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self, name, nn.Module())
+            getattr(self, name).weight = nn.Parameter(torch.ones(h))
+
+
+@dataclass
+class DraftState:
+    """Keys and values of B requests, [B, S, J, D]; `length_B` slots of each are true, drafts come after them."""
+
+    keys: Tensor
+    values: Tensor
+    length_B: Tensor
+    longest: int = 0
+    depth: int = field(default=0)
+
+
+class Eagle3Head(Head):
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = c = config
+        self.fc = nn.Linear(len(c.taps) * c.target_hidden_size, c.hidden_size, bias=False)
+        self.midlayer = _Layer(c)
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.ones(c.hidden_size))
+        self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(not c.freeze_lm_head)
+        self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
+        self.objective, self.decay, self.logit_scale = "soft_ce", 0.8, 1.0
+        self._lent: dict[str, Tensor] = {}  # the target's frozen tensors: neither parameters nor buffers of the head
+        inverse, self._rope_scaling = rope_inverse_frequencies(c.rope, c.head_dim, c.max_position_embeddings)
+        self._lent["inverse"] = inverse
+        self.groups = c.num_attention_heads // c.num_key_value_heads
+
+    # ------------------------------------------------------------------------------------------------ set-up
+
+    @classmethod
+    def fresh(cls, section: HeadSection, parts: TargetParts) -> Eagle3Head:
+        t = parts.config
+        heads = section.heads or t.num_attention_heads
+        head = cls(
+            HeadConfig(
+                type=section.type,
+                hidden_size=t.hidden_size,
+                target_hidden_size=t.hidden_size,
+                intermediate_size=section.intermediate or t.intermediate_size,
+                num_attention_heads=heads,
+                num_key_value_heads=section.kv_heads or getattr(t, "num_key_value_heads", None) or heads,
+                head_dim=section.head_dim or getattr(t, "head_dim", None) or t.hidden_size // heads,
+                vocab_size=len(parts.lm_head),
+                draft_vocab_size=draft_size(section.draft_vocab, len(parts.lm_head)),
+                rms_norm_eps=getattr(t, "rms_norm_eps", 1e-5),
+                rope=parts.rope,
+                max_position_embeddings=t.max_position_embeddings,
+                taps=sorted(section.taps or default_taps(t.num_hidden_layers)),
+                target_layers=t.num_hidden_layers,
+                unroll=section.unroll,
+                norm_before_residual=section.norm_before_residual,
+                norm_output=section.norm_output,
+                freeze_lm_head=section.freeze_lm_head,
+            )
+        )
+        for p in head.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+        return head
+
+    def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
+        self._lent["embedding"] = embedding
+        if lm_head is not None:
+            self._lent["teacher"] = lm_head[self.t2d.to(lm_head.device)]
+
+    def _frozen(self, name: str) -> Tensor:
+        """A lent tensor on the head's device, floating ones (but the rope frequencies) in its dtype."""
+        if name not in self._lent:
+            raise RuntimeError(f"the head needs the target's {name}: call head.attach(embedding, lm_head) first")
+        weight, value = self.fc.weight, self._lent[name]
+        dtype = value.dtype if name == "inverse" else weight.dtype
+        if value.device != weight.device or value.dtype != dtype:
+            value = self._lent[name] = value.to(weight.device, dtype)
+        return value
+
+    @property
+    def t2d_or_none(self) -> Tensor | None:
+        return None if self.config.draft_vocab_size == self.config.vocab_size else self.t2d
+
+    # ------------------------------------------------------------------------------------------------ the layer
+
+    def _projections(self) -> tuple[Tensor, Tensor]:
+        """q, k and v weights stacked and split into their embedding and hidden halves, each [(G J + 2 J) D, H]."""
+        attention = self.midlayer.self_attn
+        stacked = torch.cat([attention[f"{n}_proj"].weight for n in "qkv"])
+        return stacked.chunk(2, 1)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        embedded = F.embedding(ids, self._frozen("embedding"))
+        return rms_norm(embedded, self.midlayer.input_layernorm.weight, self.config.rms_norm_eps)
+
+    def _split(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [..., G, J, D] (a key head's query heads lie side by side in the weights), k and v [..., J, D]; rope applied."""
+        c, j = self.config, self.config.num_key_value_heads
+        q, k, v = qkv.split([c.num_attention_heads * c.head_dim, j * c.head_dim, j * c.head_dim], -1)
+        cos, sin = rope_tables(self._frozen("inverse"), self._rope_scaling, positions)
+        q = rotate(q.unflatten(-1, (c.num_attention_heads, c.head_dim)), cos, sin)
+        k = rotate(k.unflatten(-1, (j, c.head_dim)), cos, sin)
+        return q.unflatten(-2, (j, self.groups)).transpose(-2, -3), k, v.unflatten(-1, (j, c.head_dim))
+
+    def _residual(self, features: Tensor) -> Tensor:
+        return self._normed(features) if self.config.norm_before_residual else features
+
+    def _normed(self, features: Tensor) -> Tensor:
+        return rms_norm(features, self.midlayer.hidden_norm.weight, self.config.rms_norm_eps)
+
+    def _finish(self, residual: Tensor, attended_GJD: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed output for lm_head, hidden fed back) from the residual and the attention's output [..., G, J, D]."""
+        layer, eps = self.midlayer, self.config.rms_norm_eps
+        x = residual + layer.self_attn["o_proj"](attended_GJD.transpose(-2, -3).flatten(-3))
+        inner = rms_norm(x, layer.post_attention_layernorm.weight, eps)
+        x = x + layer.mlp["down_proj"](F.silu(layer.mlp["gate_proj"](inner)) * layer.mlp["up_proj"](inner))
+        normed = rms_norm(x, self.norm.weight, eps)
+        return normed, normed if self.config.norm_output else x
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def _unroll(self, batch: Batch, segments: list[Segment], depths: int, shrink: bool, embed_next):
+        """Yields (slots [M], normed output [M, H]) for depths 0, 1, …; every depth in one pass over all slots.
+
+        Segments lose their last slot at each depth when `shrink` (its label would lie outside the text).
+        embed_next(depth, slots) gives the embedding half of q/k/v, [M, (G J + 2 J) D], for the token each slot reads.
+        """
+        c = self.config
+        _, w_hidden = self._projections()
+        scale = c.head_dim**-0.5
+        features_NH = self.fc(batch.taps_NAT.flatten(1).to(self.fc.weight.dtype))
+        everywhere = torch.arange(len(batch.ids_N), device=batch.ids_N.device)
+        diagonals: list[tuple[Tensor, Tensor]] = []
+        slots = _slots(segments, everywhere)
+        for depth in range(depths if segments else 0):
+            if depth == 0:
+                qkv = embed_next(0, everywhere) + F.linear(self._normed(features_NH), w_hidden)
+                q_NGJD, k_NJD, v_NJD = self._split(qkv, batch.positions_N)
+                q, features = q_NGJD[slots], features_NH[slots]
+            else:
+                if shrink:
+                    kept = _kept(segments, everywhere)
+                    segments = [Segment(s.document, s.first, s.stop - 1) for s in segments if s.stop - 1 > s.first]
+                    slots, features = slots[kept], features[kept]
+                    diagonals = [(k[kept], v[kept]) for k, v in diagonals]
+                if not segments:
+                    return
+                qkv = embed_next(depth, slots) + F.linear(self._normed(features), w_hidden)
+                q, k, v = self._split(qkv, batch.positions_N[slots] + depth)
+                diagonals.append((k, v))
+            attended = depth_attention(q, k_NJD, v_NJD, diagonals, segments, scale)
+            normed, features = self._finish(self._residual(features), attended)
+            yield slots, normed
+
+    def forward(self, batch: Batch) -> HeadOutput:
+        """Loss Σ_d decay^d · Σ_pairs objective · parts / count_D[d], over the trained pairs (see vocab.trained_pairs)."""
+        c, n = self.config, len(batch.ids_N)
+        trained_DN, reach_DN = trained_pairs(batch.supervised_N, batch.argmax_N, self.t2d_or_none, batch.cu_R1, c.unroll)
+        w_embed, _ = self._projections()
+        embedded_N = F.linear(self._embed(batch.ids_N), w_embed)  # once for all depths
+        outputs, at, weights, depth_of = [], [], [], []
+        count_D = trained_DN.sum(1).float()
+        total_D = count_D if batch.count_D is None else batch.count_D
+        scale_D = self.decay ** torch.arange(c.unroll, device=count_D.device) * batch.parts / total_D.clamp(min=1)
+        next_token = lambda depth, slots: embedded_N[(slots + 1 + depth).clamp(max=n - 1)]  # noqa: E731
+        for depth, (slots, normed) in enumerate(self._unroll(batch, _segments(batch, reach_DN[0]), c.unroll, True, next_token)):
+            keep = trained_DN[depth][slots]
+            outputs.append(normed[keep])
+            at.append(slots[keep] + 1 + depth)
+            weights.append(scale_D[depth].expand(len(at[-1])))
+            depth_of.append(torch.full_like(at[-1], depth))
+        if not outputs:  # nothing supervised here; the graph must still reach every parameter on every rank
+            loss = sum(p.sum() for p in self.parameters() if p.requires_grad) * 0.0
+            zeros = torch.zeros(c.unroll, device=count_D.device)
+            return HeadOutput(loss, zeros, zeros, zeros, reach_DN.sum(1).float())
+        at, depth_of = torch.cat(at), torch.cat(depth_of)
+        loss, loss_M, top_M = fused_loss(
+            OBJECTIVES[self.objective], torch.cat(outputs), self.lm_head.weight, batch.last_NT.to(self.fc.weight.dtype),
+            self._frozen("teacher"), at, torch.cat(weights), self.logit_scale,
+        )  # fmt: skip
+        correct_M = (self.to_target_ids(top_M) == batch.argmax_N[at]).float()
+        per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_of, values)  # noqa: E731
+        return HeadOutput(loss, per_depth(loss_M), count_D, per_depth(correct_M), reach_DN.sum(1).float())
+
+    @torch.no_grad()
+    def draft_all(self, batch: Batch, depths: int) -> Tensor:
+        n = len(batch.ids_N)
+        _, reach_DN = trained_pairs(batch.supervised_N, batch.argmax_N, None, batch.cu_R1, 1)
+        drafts = batch.ids_N.new_full((n, depths), -1)
+        w_embed, _ = self._projections()
+
+        def embed_next(depth, slots):
+            ids = batch.ids_N[(slots + 1).clamp(max=n - 1)] if depth == 0 else drafts[slots, depth - 1]
+            return F.linear(self._embed(ids), w_embed)
+
+        for depth, (slots, normed) in enumerate(self._unroll(batch, _segments(batch, reach_DN[0]), depths, False, embed_next)):
+            drafts[slots, depth] = self.to_target_ids(self.lm_head(normed).argmax(-1))
+        return drafts
+
+    # ------------------------------------------------------------------------------------------------ drafting
+
+    def start(self, batch: int, capacity: int) -> DraftState:
+        c, weight = self.config, self.fc.weight
+        shape = (batch, capacity, c.num_key_value_heads, c.head_dim)
+        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return DraftState(weight.new_zeros(shape), weight.new_zeros(shape), length)
+
+    @torch.no_grad()
+    def extend(self, state: DraftState, tokens_BL, taps_BLAT, last_BLT, counts_B) -> tuple[Tensor, Tensor]:
+        features_BLH = self.fc(taps_BLAT.flatten(2).to(self.fc.weight.dtype))
+        new = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+        slots_BL = state.length_B[:, None] + new
+        q_BLGJD = self._write(state, tokens_BL, features_BLH, slots_BL)
+        rows = torch.arange(len(counts_B), device=counts_B.device)
+        state.length_B = state.length_B + counts_B
+        state.longest, state.depth = state.longest + tokens_BL.shape[1], 0
+        return self._draft(state, q_BLGJD[rows, counts_B - 1], features_BLH[rows, counts_B - 1])
+
+    @torch.no_grad()
+    def expand(self, state: DraftState, tokens_B, hidden_BH) -> tuple[Tensor, Tensor]:
+        state.depth += 1
+        slots_B1 = (state.length_B - 1 + state.depth)[:, None]
+        q_B1GJD = self._write(state, tokens_B[:, None], hidden_BH[:, None], slots_B1)
+        return self._draft(state, q_B1GJD[:, 0], hidden_BH)
+
+    def select(self, state: DraftState, rows: Tensor) -> None:
+        state.keys, state.values, state.length_B = state.keys[rows], state.values[rows], state.length_B[rows]
+
+    def _write(self, state, tokens_BL, features_BLH, slots_BL) -> Tensor:
+        """Puts the keys and values of new slots into the cache; returns their queries [B, L, G, J, D]."""
+        w_embed, w_hidden = self._projections()
+        qkv = F.linear(self._embed(tokens_BL), w_embed) + F.linear(self._normed(features_BLH), w_hidden)
+        q, k, v = self._split(qkv, slots_BL)
+        rows = torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
+        state.keys[rows, slots_BL], state.values[rows, slots_BL] = k, v
+        return q
+
+    def _draft(self, state: DraftState, q_BGJD: Tensor, features_BH: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of one query per request over its slots so far, and the rest of the layer."""
+        window = min(state.longest + state.depth, state.keys.shape[1])
+        seen = torch.arange(window, device=q_BGJD.device) < (state.length_B + state.depth)[:, None]
+        attended = F.scaled_dot_product_attention(
+            q_BGJD.transpose(1, 2), state.keys[:, :window].transpose(1, 2), state.values[:, :window].transpose(1, 2),
+            attn_mask=seen[:, None, None],
+        )  # [B, J, G, D]: the query heads of a key head stand where a sequence would
+        normed, hidden = self._finish(self._residual(features_BH), attended.transpose(1, 2))
+        return self.lm_head(normed), hidden
+
+    # ------------------------------------------------------------------------------------------------ the folder
+
+    def portable_tensors(self) -> dict[str, Tensor]:
+        """Tensors under the names every engine loads; d2t and t2d only with a reduced vocabulary."""
+        tensors = dict(self.state_dict())
+        if self.t2d_or_none is None:
+            del tensors["d2t"], tensors["t2d"]
+        return tensors
+
+    def load_portable(self, tensors: dict[str, Tensor], where: str) -> None:
+        """Fills the head; ValueError lists every missing, unknown or mis-shaped tensor of file `where`."""
+        wanted = self.portable_tensors()
+        faults = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+        faults += [f"{name} is not a tensor of this head" for name in tensors.keys() - wanted.keys()]
+        faults += [
+            f"{name} has shape {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
+            for name in wanted.keys() & tensors.keys()
+            if tensors[name].shape != wanted[name].shape
+        ]
+        if faults:
+            raise ValueError(f"{where}: " + "; ".join(sorted(faults)))
+        self.load_state_dict(tensors, strict=False)
+
+    def portable_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """config.json that vLLM, SGLang, TensorRT-LLM and llama.cpp read alike, plus our own section."""
+        c = self.config
+        scaling = {k: v for k, v in c.rope.items() if k != "rope_theta"}
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": c.hidden_size,
+            "intermediate_size": c.intermediate_size,
+            "num_attention_heads": c.num_attention_heads,
+            "num_key_value_heads": c.num_key_value_heads,
+            "head_dim": c.head_dim,
+            "num_hidden_layers": 1,
+            "vocab_size": c.vocab_size,
+            "draft_vocab_size": c.draft_vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": c.rms_norm_eps,
+            "max_position_embeddings": c.max_position_embeddings,
+            "rope_theta": c.rope["rope_theta"],
+            "rope_scaling": None if c.rope.get("rope_type", "default") == "default" else scaling,
+            "rope_parameters": c.rope,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "norm_before_residual": c.norm_before_residual,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "eagle_aux_hidden_state_layer_ids": list(c.taps),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in c.taps], "use_aux_hidden_state": True},
+        }
+        if c.norm_output:
+            config["norm_output"] = True
+        if c.target_hidden_size != c.hidden_size:
+            config["target_hidden_size"] = c.target_hidden_size
+        if len(c.taps) != 3:
+            config["num_aux_hidden_states"] = len(c.taps)
+        return config | {"headtrain": c.to_dict()}
+
+
+# ---------------------------------------------------------------------------------------------------- slots of segments
+
+def _segments(batch: Batch, reach_N: Tensor) -> list[Segment]:
+    """The runs of consecutive slots where reach_N is true, with the document each lies in."""
+    edges = torch.diff(reach_N.to(torch.int8), prepend=reach_N.new_zeros(1, dtype=torch.int8), append=reach_N.new_zeros(1, dtype=torch.int8))
+    firsts, stops = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+    starts = batch.cu_R1.tolist()
+    out, document = [], 0
+    for first, stop in zip(firsts, stops, strict=True):
+        while starts[document + 1] <= first:
+            document += 1
+        out.append(Segment(starts[document], first, stop))
+    return out
+
+
+def _slots(segments: list[Segment], everywhere: Tensor) -> Tensor:
+    return torch.cat([everywhere[s.first : s.stop] for s in segments]) if segments else everywhere[:0]
+
+
+def _kept(segments: list[Segment], everywhere: Tensor) -> Tensor:
+    """Indices, among the slots of `segments`, of all but each segment's last slot."""
+    lengths = torch.tensor([s.stop - s.first for s in segments], dtype=torch.long)
+    last = (lengths.cumsum(0) - 1).to(everywhere.device)
+    mask = torch.ones(int(lengths.sum()), dtype=torch.bool, device=everywhere.device)
+    mask[last] = False
+    return mask.nonzero()[:, 0]

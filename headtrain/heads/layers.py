@@ -1,0 +1,227 @@
+"""Building blocks of heads: rope, and the two fused steps that make the unrolled training forward cheap.
+
+`depth_attention`: attention of one unroll depth in memory linear in the length. `fused_loss`: lm_head + objective on the
+trained rows only, in chunks, with the gradients computed in the forward, so that no [rows, vocabulary] tensor survives.
+
+Shapes: N packed positions, M active rows of one depth, G query heads per key head, J key heads, D head size, H hidden,
+V draft vocabulary, T target hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+# ---------------------------------------------------------------------------------------------------- rope
+
+def rope_inverse_frequencies(rope: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """(inverse frequencies float32 [D/2], attention scaling) of a rope description, by transformers' own rules."""
+    if rope.get("rope_type", "default") == "default":
+        steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / rope["rope_theta"] ** steps, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(rope))
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=None)
+
+
+def rope_tables(inverse: Tensor, scaling: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [..., D], of integer positions [...]."""
+    angles = positions[..., None].float() * inverse
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rope to x [..., heads, D] with tables [..., D]; computed in float32, returned in x's dtype."""
+    x1, x2 = x.chunk(2, -1)
+    turned = torch.cat([-x2, x1], -1)
+    return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+
+@dataclass(frozen=True)
+class Segment:
+    """Slots [first, stop) of one supervised span; they also see the slots of their document from `document` on."""
+
+    document: int
+    first: int
+    stop: int
+
+
+def _plain_block(q, k, v, causal, scale):
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _plain_block_backward(grad, q, k, v, out, lse, causal, scale):
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    p = (scores - lse[..., None]).exp()
+    dp = (grad @ v.transpose(-1, -2)).float() - (grad.float() * out.float()).sum(-1, keepdim=True)
+    ds = (p * dp * scale).to(q.dtype)
+    return ds @ k, ds.transpose(-1, -2) @ q, p.to(v.dtype).transpose(-1, -2) @ grad
+
+
+def _flash_block(q, k, v, causal, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _flash_block_backward(grad, q, k, v, out, lse, causal, scale):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+
+
+def _blocks(device: torch.device):
+    return (_flash_block, _flash_block_backward) if device.type == "cpu" else (_plain_block, _plain_block_backward)
+
+
+def _key_ranges(segment: Segment):
+    """(keys, causal) of a segment: what lies before it, seen whole, and the segment itself, seen causally."""
+    if segment.document < segment.first:
+        yield slice(segment.document, segment.first), False
+    yield slice(segment.first, segment.stop), True
+
+
+class _DepthAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, segments, scale, q_MGJD, k_NJD, v_NJD, *diagonals):
+        block, _ = _blocks(q_MGJD.device)
+        out_MGJD = torch.empty_like(q_MGJD)
+        lse_MGJ = q_MGJD.new_empty(q_MGJD.shape[:3], dtype=torch.float32)
+        at = 0
+        for segment in segments:
+            rows = slice(at, at + segment.stop - segment.first)
+            at = rows.stop
+            q = q_MGJD[rows].permute(1, 2, 0, 3)  # [G, J, L, D]
+            parts = [block(q, *_heads(k_NJD, v_NJD, keys, len(q)), causal, scale)[:2] for keys, causal in _key_ranges(segment)]
+            out, lse = parts[-1]
+            if len(parts) == 2:
+                lse = torch.logaddexp(parts[0][1], parts[1][1])
+                out = sum((o.float() * (part - lse).exp()[..., None]) for o, part in parts)
+            out_MGJD[rows] = out.permute(2, 0, 1, 3)
+            lse_MGJ[rows] = lse.permute(2, 0, 1)
+        if diagonals:
+            scores = [(q_MGJD * k[:, None]).sum(-1).float() * scale for k in diagonals[0::2]]
+            merged = torch.logsumexp(torch.stack([lse_MGJ, *scores]), 0)
+            out = out_MGJD.float() * (lse_MGJ - merged).exp()[..., None]
+            for score, v in zip(scores, diagonals[1::2], strict=True):
+                out += (score - merged).exp()[..., None] * v[:, None]
+            out_MGJD, lse_MGJ = out.to(q_MGJD.dtype), merged
+        ctx.segments, ctx.scale = segments, scale
+        ctx.save_for_backward(q_MGJD, k_NJD, v_NJD, out_MGJD, lse_MGJ, *diagonals)
+        return out_MGJD
+
+    @staticmethod
+    def backward(ctx, grad_MGJD):
+        q_MGJD, k_NJD, v_NJD, out_MGJD, lse_MGJ, *diagonals = ctx.saved_tensors
+        _, block_backward = _blocks(q_MGJD.device)
+        scale, at = ctx.scale, 0
+        dq, dk, dv = torch.zeros_like(q_MGJD, dtype=torch.float32), *(torch.zeros_like(x, dtype=torch.float32) for x in (k_NJD, v_NJD))
+        for segment in ctx.segments:
+            rows = slice(at, at + segment.stop - segment.first)
+            at = rows.stop
+            grad, q, out = (x[rows].permute(1, 2, 0, 3) for x in (grad_MGJD, q_MGJD, out_MGJD))
+            lse = lse_MGJ[rows].permute(1, 2, 0).contiguous()
+            for keys, causal in _key_ranges(segment):
+                k, v = _heads(k_NJD, v_NJD, keys, len(q))
+                dq_part, dk_part, dv_part = block_backward(grad, q, k, v, out, lse, causal, scale)
+                dq[rows] += dq_part.permute(2, 0, 1, 3)
+                dk[keys] += dk_part.sum(0).transpose(0, 1)  # over the query heads that share a key head
+                dv[keys] += dv_part.sum(0).transpose(0, 1)
+        extra = []
+        if diagonals:
+            grad = grad_MGJD.float()
+            delta = (grad * out_MGJD).sum(-1)
+            for k, v in zip(diagonals[0::2], diagonals[1::2], strict=True):
+                p = ((q_MGJD * k[:, None]).sum(-1).float() * scale - lse_MGJ).exp()
+                ds = p * ((grad * v[:, None]).sum(-1) - delta) * scale
+                dq += ds[..., None] * k[:, None]
+                extra += [(ds[..., None] * q_MGJD).sum(1).to(k.dtype), (p[..., None] * grad).sum(1).to(v.dtype)]
+        return None, None, dq.to(q_MGJD.dtype), dk.to(k_NJD.dtype), dv.to(v_NJD.dtype), *extra
+
+
+def _heads(k_NJD: Tensor, v_NJD: Tensor, keys: slice, groups: int) -> tuple[Tensor, Tensor]:
+    return tuple(x[keys].transpose(0, 1).expand(groups, -1, -1, -1) for x in (k_NJD, v_NJD))
+
+
+def depth_attention(
+    q_MGJD: Tensor, k_NJD: Tensor, v_NJD: Tensor, diagonals: list[tuple[Tensor, Tensor]], segments: list[Segment], scale: float
+) -> Tensor:
+    """Attention of one unroll depth, exact, in memory linear in the length.
+
+    The M rows are the slots of `segments`, one after another. A row sees the depth-0 keys of its document up to its own
+    slot, and of each later depth only the key of its own slot (`diagonals`, a (k, v) pair [M, J, D] per depth). The block
+    runs through a flash kernel; the diagonal terms are merged into it by log-sum-exp. Returns [M, G, J, D].
+    """
+    return _DepthAttention.apply(segments, scale, q_MGJD, k_NJD, v_NJD, *[x for pair in diagonals for x in pair])
+
+
+# ---------------------------------------------------------------------------------------------------- loss
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, objective, chunk, x_MH, weight_VH, teacher_NT, teacher_VT, logit_scale, at_M, weight_M):
+        """See fused_loss."""
+        needs_x, needs_w = ctx.needs_input_grad[2:4]
+        dx = torch.empty_like(x_MH) if needs_x else None
+        dw = torch.zeros(weight_VH.shape, dtype=torch.float32, device=x_MH.device) if needs_w else None
+        loss_M = torch.empty(len(x_MH), dtype=torch.float32, device=x_MH.device)
+        top_M = torch.empty(len(x_MH), dtype=torch.long, device=x_MH.device)
+        for rows in torch.argsort(at_M).split(chunk):  # sorted: the depths of a chunk share their teacher rows
+            positions, which = torch.unique(at_M[rows], return_inverse=True)
+            teacher = (teacher_NT[positions] @ teacher_VT.T).float() * logit_scale
+            x = x_MH[rows]
+            draft = x @ weight_VH.T
+            top_M[rows] = draft.argmax(-1)
+            loss_M[rows], grad = objective(draft, teacher[which])
+            if needs_x or needs_w:
+                grad = grad.mul_(weight_M[rows, None]).to(x.dtype)
+            if needs_x:
+                dx[rows] = grad @ weight_VH
+            if needs_w:
+                dw += grad.T @ x
+        ctx.save_for_backward(dx, dw if dw is None else dw.to(weight_VH.dtype))
+        ctx.mark_non_differentiable(loss_M, top_M)
+        return (loss_M * weight_M).sum(), loss_M, top_M
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        dx, dw = ctx.saved_tensors
+        return None, None, None if dx is None else dx * grad, None if dw is None else dw * grad, *[None] * 5
+
+
+def fused_loss(
+    objective,
+    x_MH: Tensor,
+    weight_VH: Tensor,
+    teacher_NT: Tensor,
+    teacher_VT: Tensor,
+    at_M: Tensor,
+    weight_M: Tensor,
+    logit_scale: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ weight · objective over M rows, without ever holding their logits: (loss, loss per row [M], top draft id [M]).
+
+    x_MH: hidden after the head's norm; weight_VH: lm_head; row m is taught by lm_head rows `teacher_VT` applied to the
+    target's last hidden `teacher_NT[at_M[m]]`. The gradients are made in the forward, chunk by chunk.
+    """
+    return _FusedLoss.apply(objective, chunk, x_MH, weight_VH, teacher_NT, teacher_VT, logit_scale, at_M, weight_M)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -1,0 +1,215 @@
+"""EAGLE-3 against an obvious reference: dense attention, full logits, autograd, one document at a time."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from headtrain.heads.base import Batch, HeadConfig, load_head, save_head
+from headtrain.heads.eagle3 import Eagle3Head
+from headtrain.heads.vocab import mapping, trained_pairs
+
+V, T, DEPTHS = 50, 24, 4
+
+
+def make_head(draft_vocab=20, **options):
+    torch.manual_seed(0)
+    config = HeadConfig(
+        hidden_size=T, target_hidden_size=T, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+        vocab_size=V, draft_vocab_size=draft_vocab, taps=[1, 2, 4], unroll=DEPTHS, target_layers=7, **options,
+    )  # fmt: skip
+    head = Eagle3Head(config)
+    for p in head.parameters():
+        if p.dim() == 1:
+            p.data += 0.1 * torch.randn_like(p)
+    selected = torch.randperm(V)[:draft_vocab].sort().values
+    head.d2t, head.t2d = mapping(selected, V)
+    head.attach(torch.randn(V, T), torch.randn(V, T))
+    return head
+
+
+def make_batch(lengths=(13, 9, 17), prompts=(4, 2, 6), seed=1):
+    g = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    supervised = torch.cat([torch.arange(t) >= p for t, p in zip(lengths, prompts, strict=True)])
+    supervised[sum(lengths[:2]) + 10] = False  # a second span in the last document
+    last = torch.randn(n, T, generator=g)
+    return Batch(
+        ids_N=torch.randint(0, V, (n,), generator=g),
+        positions_N=torch.cat([torch.arange(t) for t in lengths]),
+        cu_R1=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        supervised_N=supervised,
+        taps_NAT=torch.randn(n, 3, T, generator=g),
+        last_NT=last,
+        argmax_N=torch.randint(0, V, (n,), generator=g),
+        logsumexp_N=torch.zeros(n),
+    )
+
+
+def norm(x, weight):
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def rope(x, positions):
+    frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    angle = positions[:, None] * frequencies
+    c, s = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., :4], x[..., 4:]
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+def reference_logits(head, batch):
+    """Per document and depth, the logits at every slot: {(document, depth): [slots, V_draft]}, slots 0 … length-2-depth."""
+    layer, out = head.midlayer, {}
+    embedding = head._lent["embedding"]
+    for r, (a, b) in enumerate(zip(batch.cu_R1[:-1].tolist(), batch.cu_R1[1:].tolist(), strict=True)):
+        features = F.linear(batch.taps_NAT[a:b].flatten(1), head.fc.weight)
+        ids, length = batch.ids_N[a:b], b - a
+        keys, values = [], []
+        for d in range(head.config.unroll):
+            slots = torch.arange(length - 1 - d)
+            features = features[slots]
+            e = norm(embedding[ids[slots + 1 + d]], layer.input_layernorm.weight)
+            x = torch.cat([e, norm(features, layer.hidden_norm.weight)], -1)
+            q, k, v = (F.linear(x, layer.self_attn[f"{n}_proj"].weight).unflatten(-1, (-1, 8)) for n in "qkv")
+            q, k = rope(q, slots + d), rope(k, slots + d)
+            keys.append(k.repeat_interleave(3, 1))
+            values.append(v.repeat_interleave(3, 1))
+            attended = []
+            for p in slots.tolist():
+                k_p = torch.cat([keys[0][: p + 1], *[keys[j][p : p + 1] for j in range(1, d + 1)]])
+                v_p = torch.cat([values[0][: p + 1], *[values[j][p : p + 1] for j in range(1, d + 1)]])
+                weights = torch.softmax(torch.einsum("hd,shd->hs", q[p], k_p) / 8**0.5, -1)
+                attended.append(torch.einsum("hs,shd->hd", weights, v_p).flatten())
+            residual = norm(features, layer.hidden_norm.weight) if head.config.norm_before_residual else features
+            x = residual + F.linear(torch.stack(attended), layer.self_attn["o_proj"].weight)
+            inner = norm(x, layer.post_attention_layernorm.weight)
+            x = x + F.linear(
+                F.silu(F.linear(inner, layer.mlp["gate_proj"].weight)) * F.linear(inner, layer.mlp["up_proj"].weight),
+                layer.mlp["down_proj"].weight,
+            )
+            normed = norm(x, head.norm.weight)
+            features = normed if head.config.norm_output else x
+            out[r, d] = F.linear(normed, head.lm_head.weight)
+    return out
+
+
+def reference_loss(head, batch):
+    logits, total = reference_logits(head, batch), 0.0
+    trained, _ = trained_pairs(batch.supervised_N, batch.argmax_N, head.t2d_or_none, batch.cu_R1, head.config.unroll)
+    teacher = torch.softmax(batch.last_NT @ head._lent["teacher"].T, -1)
+    for (r, d), draft in logits.items():
+        a = int(batch.cu_R1[r])
+        for p in range(len(draft)):
+            if trained[d, a + p]:
+                ce = -(teacher[a + p + 1 + d] * torch.log_softmax(draft[p], -1)).sum()
+                total = total + head.decay**d * ce / trained[d].sum()
+    return total
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "norm_output": True}, {"draft_vocab": V}])
+def test_fast_forward_equals_the_dense_reference_in_loss_and_every_gradient(options):
+    fast, slow = make_head(**options), make_head(**options)
+    batch = make_batch()
+    loss = fast(batch).loss
+    expected = reference_loss(slow, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    for (name, p), q in zip(fast.named_parameters(), slow.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_drafting_step_by_step_gives_the_logits_of_the_training_forward():
+    head, batch = make_head(), make_batch()
+    logits = reference_logits(head, batch)
+    a, b = 22, 39  # the last document
+    ids, taps, last = batch.ids_N[a:b], batch.taps_NAT[a:b], batch.last_NT[a:b]
+    state = head.start(2, 40)
+    step = 5  # the first call feeds 5 slots, the second 3 more; row 1 lags behind by one and is padded
+    for begin, end in ((0, step), (step, step + 3)):
+        tokens = torch.stack([ids[begin + 1 : end + 1], ids[max(begin - 1, 0) + 1 :][: end - begin]])
+        features = torch.stack([taps[begin:end], taps[max(begin - 1, 0) :][: end - begin]])
+        counts = torch.tensor([end - begin, end - begin - (begin == 0)])
+        draft, hidden = head.extend(state, tokens, features, last[begin:end].expand(2, -1, -1), counts)
+        for depth in range(DEPTHS):
+            for row, slot in ((0, end - 1), (1, end - 2)):
+                assert torch.allclose(draft[row], logits[2, depth][slot], atol=1e-5), (begin, depth, row)
+            if depth + 1 < DEPTHS:
+                draft, hidden = head.expand(state, torch.stack([ids[end + 1 + depth], ids[end + depth]]), hidden)
+
+
+def test_draft_all_equals_drafting_from_each_slot_alone():
+    head, batch = make_head(), make_batch()
+    drafts = head.draft_all(batch, 3)
+    a, b = 0, 13
+    for slot in range(3, 11):
+        state = head.start(1, 40)
+        logits, hidden = head.extend(
+            state, batch.ids_N[a + 1 : slot + 2][None], batch.taps_NAT[a : slot + 1][None], None, torch.tensor([slot + 1])
+        )
+        for depth in range(3):
+            token = head.to_target_ids(logits.argmax(-1))
+            assert int(drafts[slot, depth]) == int(token)
+            logits, hidden = head.expand(state, token, hidden)
+
+
+def test_no_logit_depends_on_a_later_token_or_on_another_document():
+    head, batch = make_head(), make_batch()
+    changed = copy.deepcopy(batch)
+    cut = 22 + 9  # in the last document: everything from here on, and all of the first document, is different
+    for x in (changed.ids_N, changed.taps_NAT):
+        x[cut:] = x[cut:].flip(0)
+        x[:13] = x[:13].flip(0)
+    seen = {}
+    for key, b in (("before", batch), ("after", changed)):
+        seen[key] = head.draft_all(b, 3)
+    slots = slice(22 + 5, cut - 1)  # slot p reads tokens up to p+1
+    assert (seen["before"][slots] >= 0).all()
+    assert torch.equal(seen["before"][slots], seen["after"][slots])
+    assert not torch.equal(seen["before"][cut:37], seen["after"][cut:37])  # the probe does reach what may differ
+
+
+def test_a_batch_without_supervised_tokens_gives_zero_loss_and_finite_zero_gradients():
+    head, batch = make_head(), make_batch()
+    batch.supervised_N[:] = False
+    out = head(batch)
+    out.loss.backward()
+    assert out.loss.item() == 0.0 and all(p.grad.abs().sum() == 0 for p in head.parameters() if p.requires_grad)
+
+
+def test_micro_batches_add_up_to_the_whole_batch():
+    whole, parts = make_head(), make_head()
+    batch = make_batch()
+    whole(batch).loss.backward()
+    count = whole(batch).count_D
+    for a, b in ((0, 22), (22, 39)):
+        piece = Batch(
+            **{
+                name: getattr(batch, name)[a:b]
+                for name in ("ids_N", "positions_N", "supervised_N", "taps_NAT", "last_NT", "argmax_N", "logsumexp_N")
+            },
+            cu_R1=batch.cu_R1[(batch.cu_R1 >= a) & (batch.cu_R1 <= b)] - a,
+            count_D=count,
+            parts=2,
+        )
+        (parts(piece).loss / 2).backward()  # what DeepSpeed does with accumulation
+    for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_a_saved_head_loads_bit_equal_and_a_damaged_folder_is_refused_by_tensor_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    head = make_head(norm_output=True)
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, head._lent["embedding"])
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert again.config == head.config
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["extra"] = tensors.pop("fc.weight").T.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors.*extra is not a tensor.*fc\.weight is missing"):
+        load_head(tmp_path)
