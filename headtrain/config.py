@@ -135,6 +135,7 @@ class EvalConfig:
     k: list[int] = field(default_factory=lambda: [5])  # draft tokens per step
     temperature: list[float] = field(default_factory=lambda: [0.0])  # 0 = greedy, with an identity check
     top_p: float = 1.0  # above temperature 0
+    top_k: int = 0  # above temperature 0; 0 = all tokens
     batch: list[int] = field(default_factory=lambda: [16])  # requests decoded together
     drafters: list[str] = field(default_factory=lambda: ["head", "ngram", "head+ngram"])  # compared with plain decoding
     dtype: str = "float32"  # of the target while evaluating
@@ -263,6 +264,7 @@ RULES: dict[str, Rule] = {
     "eval.k": _number(1, 64),
     "eval.temperature": _number(0),
     "eval.top_p": _number(0, 1, open_low=True),
+    "eval.top_k": _number(0),
     "eval.batch": _COUNT,
     "eval.drafters": _one_of("head", "ngram", "head+ngram"),
     "eval.dtype": _DTYPE,
