@@ -1,0 +1,240 @@
+"""The two stores: responses (token ids) and captures (ids plus the target's states), one safetensors file per batch.
+
+A file holds its rows one after another in flat tensors, `offsets` int64 [R+1] says where each starts; what else is known
+of a row stands as JSON in the file's header. `index.json` lists the files with their checksums. docs/architecture.md, "A
+row of the stores", has the fields. Shapes: N tokens of a file, T of a row, A taps, H hidden, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headtrain.files import read_json, sha256_file, write_json, writing
+
+VERSION = 1
+NORMS = ("post_norm", "pre_norm")
+
+
+class StoreError(ValueError):
+    """A store that is missing, damaged, or says too little about itself; the message names the file and what to do."""
+
+
+@dataclass
+class RowInfo:
+    """What is known of a row without reading it. `first`: position of the first supervised token."""
+
+    id: str
+    split: str
+    source: str
+    tokens: int
+    finish: str  # stop | length
+    first: int
+    supervised: int
+    file: str = ""
+    index: int = 0
+
+
+@dataclass
+class ResponseRow:
+    ids: Tensor  # int32 [T]
+    supervised: Tensor  # bool [T]
+
+
+@dataclass
+class CaptureRow:
+    """Views into the mapped file; do not write to them. Position T-1 of a whole row is zeros."""
+
+    ids: Tensor  # int32 [T]
+    supervised: Tensor  # bool [T]
+    taps: Tensor  # [T, A, H] un-normed residual stream
+    last: Tensor  # [T, H] after the final norm
+    argmax: Tensor  # int32 [T], the target's choice for the next token
+    logsumexp: Tensor  # float32 [T]
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+def file_name(kind: str, batch: int) -> str:
+    return f"{kind}-{batch:05d}.safetensors"
+
+
+def write_unit(folder: str | Path, kind: str, batch: int, rows: list[RowInfo], tensors: dict[str, Tensor], **facts) -> Path:
+    """Writes the file of one batch, whole or not at all. `tensors` are flat [N, ...] in the order of `rows`."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    offsets = torch.tensor([0, *(row.tokens for row in rows)], dtype=torch.int64).cumsum(0)
+    for name, tensor in tensors.items():
+        if len(tensor) != int(offsets[-1]):
+            raise StoreError(f"{file_name(kind, batch)}: {name} has {len(tensor)} positions, the rows {int(offsets[-1])}")
+    plain = [{k: v for k, v in asdict(row).items() if k not in ("file", "index")} for row in rows]
+    header = {"kind": kind, "version": str(VERSION), "rows": json.dumps(plain), "facts": json.dumps(facts)}
+    path = folder / file_name(kind, batch)
+    with writing(path) as part:
+        save_file({**tensors, "offsets": offsets}, part, metadata=header)
+    return path
+
+
+def read_header(path: Path) -> tuple[list[RowInfo], dict[str, Any]]:
+    """(rows, facts) of one file; StoreError naming it when it is none of ours."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as handle:
+            header = handle.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); delete it and run the stage again") from error
+    if header.get("version") != str(VERSION) or "rows" not in header:
+        raise StoreError(f"{path} is no file of this store (version {header.get('version')}, {VERSION} is known)")
+    rows = [RowInfo(**row, file=path.name, index=n) for n, row in enumerate(json.loads(header["rows"]))]
+    return rows, json.loads(header["facts"])
+
+
+def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
+    """Lists the files 0 … batches-1 with checksums in index.json. All must agree on their facts (norm, taps, dtype)."""
+    folder, files, facts = Path(folder), [], None
+    for batch in range(batches):
+        path = folder / file_name(kind, batch)
+        if not path.is_file():
+            raise StoreError(f"{path} is missing: the stage is not finished")
+        rows, own = read_header(path)
+        own = {k: v for k, v in own.items() if k not in ("seconds",)}
+        if facts is not None and own != facts:
+            raise StoreError(f"{path} was made with other settings than the first file ({own} and {facts})")
+        facts = own
+        files.append({
+            "file": path.name, "sha256": sha256_file(path), "rows": len(rows), "tokens": sum(r.tokens for r in rows),
+            "supervised": sum(r.supervised for r in rows),
+        })  # fmt: skip
+    index = {"kind": kind, "version": VERSION, **(facts or {}), "files": files}
+    write_json(folder / "index.json", index)
+    return index
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+class _Store:
+    """What both stores share: the index, row lists, mapped files, checksums."""
+
+    kind = ""
+
+    def __init__(self, folder: str | Path, max_length: int | None = None):
+        self.folder = Path(folder)
+        if not (self.folder / "index.json").is_file():
+            raise StoreError(f"{self.folder} has no index.json: the {self.kind} stage is not finished")
+        self.index = read_json(self.folder / "index.json")
+        if self.index.get("kind") != self.kind:
+            raise StoreError(f"{self.folder} holds {self.index.get('kind')}, not {self.kind}")
+        self.max_length = max_length
+        self.left_out: dict[str, int] = {}
+        self._sums = {entry["file"]: entry["sha256"] for entry in self.index["files"]}
+        self._open: dict[str, dict[str, Tensor]] = {}
+        self.rows = [row for name in self._sums for row in read_header(self.folder / name)[0] if self._fits(row)]
+
+    def _fits(self, row: RowInfo) -> bool:
+        """Cuts the row's length to max_length; False (counted) when nothing supervised would be left."""
+        if self.max_length is None or row.tokens <= self.max_length:
+            return True
+        row.tokens, row.finish = self.max_length, "length"
+        row.supervised = min(row.supervised, self.max_length - row.first)
+        reason = "cut_to_max_length" if row.supervised > 0 else "no_supervised_tokens_after_truncation"
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+        return row.supervised > 0
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        """The flat tensors of a file, mapped; its checksum is compared when the file is first opened."""
+        if name not in self._open:
+            from safetensors import safe_open
+
+            self._verify(name)
+            if len(self._open) >= 256:
+                self._open.pop(next(iter(self._open)))
+            with safe_open(self.folder / name, framework="pt") as handle:
+                self._open[name] = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        return self._open[name]
+
+    def _verify(self, name: str) -> None:
+        """StoreError on a wrong checksum. A file verified once is not read through again while its time and size stand."""
+        path, marks = self.folder / name, self.folder / "verified.json"
+        stat = path.stat()
+        mark = [self._sums[name], stat.st_size, stat.st_mtime_ns]
+        known = read_json(marks) if marks.is_file() else {}
+        if known.get(name) == mark:
+            return
+        if sha256_file(path) != self._sums[name]:
+            raise StoreError(
+                f"{path}: the checksum differs from index.json, the file is damaged or was changed; delete the folder "
+                f"{self.folder.name} and run again to have it made anew"
+            )
+        write_json(marks, {**known, name: mark})
+
+    def _slice(self, row: RowInfo, names: tuple[str, ...]) -> list[Tensor]:
+        tensors = self._tensors(row.file)
+        start = int(tensors["offsets"][row.index])
+        return [tensors[name][start : start + row.tokens] for name in names]
+
+
+class ResponseStore(_Store):
+    """Reads a responses folder. `.rows`: list of RowInfo; `.read(row)`; `.on_policy`."""
+
+    kind = "responses"
+
+    @property
+    def on_policy(self) -> bool:
+        return bool(self.index["on_policy"])
+
+    def read(self, row: RowInfo) -> ResponseRow:
+        return ResponseRow(*self._slice(row, ("ids", "supervised")))
+
+    def token_counts(self, split: str, vocab: int) -> tuple[Tensor, Tensor]:
+        """How often each token id occurs in a split: (among supervised tokens, among all), int64 [V] each."""
+        supervised, everything = torch.zeros(vocab, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int64)
+        for row in self.rows:
+            if row.split != split:
+                continue
+            read = self.read(row)
+            ids = read.ids.long()
+            if int(ids.max()) >= vocab:
+                raise StoreError(f"{row.file}: row {row.id} has token id {int(ids.max())}, the vocabulary has {vocab}")
+            everything += torch.bincount(ids, minlength=vocab)
+            supervised += torch.bincount(ids[read.supervised], minlength=vocab)
+        return supervised, everything
+
+
+class CaptureStore(_Store):
+    """Reads a captures folder. `.rows`, `.read(row)`, `.taps` (layer numbers), `.norm`, `.hidden`, `.dtype`.
+
+    max_length: rows are cut to it, whatever length they were captured at. final_norm: the target's, needed only where the
+    last hidden state was stored before it (`norm: pre_norm`); `.read` always gives the state after the norm.
+    """
+
+    kind = "captures"
+
+    def __init__(
+        self, folder: str | Path, max_length: int | None = None, final_norm: Callable[[Tensor], Tensor] | None = None
+    ):
+        super().__init__(folder, max_length)
+        self.norm, self.taps, self.hidden = self.index.get("norm"), self.index.get("taps"), self.index.get("hidden")
+        self.dtype = self.index.get("dtype")
+        self._final_norm = final_norm
+        if self.norm not in NORMS:
+            raise StoreError(
+                f"{self.folder}/index.json does not say whether `last` is {' or '.join(NORMS)} (norm: {self.norm}); "
+                "applied twice or not at all it ruins the head, so untagged captures are refused: capture again"
+            )
+        if self.norm == "pre_norm" and final_norm is None:
+            raise StoreError(f"{self.folder}: `last` was stored before the final norm; pass the target's norm (final_norm=)")
+
+    def read(self, row: RowInfo) -> CaptureRow:
+        fields = self._slice(row, ("ids", "supervised", "taps", "last", "argmax", "logsumexp"))
+        if self.norm == "pre_norm":
+            fields[3] = self._final_norm(fields[3])
+        return CaptureRow(*fields)
