@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headtrain.config import HeadSection
+from headtrain.engines import check_taps, default_taps
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput
 from headtrain.heads.layers import (
     Segment,
@@ -30,7 +31,7 @@ from headtrain.heads.layers import (
 )
 from headtrain.heads.objectives import OBJECTIVES
 from headtrain.heads.vocab import draft_size, trained_pairs
-from headtrain.target import TargetParts, default_taps
+from headtrain.target import TargetParts
 
 
 class _Layer(nn.Module):
@@ -102,7 +103,7 @@ class Eagle3Head(Head):
                 rms_norm_eps=getattr(t, "rms_norm_eps", 1e-5),
                 rope=parts.rope,
                 max_position_embeddings=t.max_position_embeddings,
-                taps=sorted(section.taps or default_taps(t.num_hidden_layers)),
+                taps=check_taps(section.taps or default_taps(t.num_hidden_layers), t.num_hidden_layers),
                 target_layers=t.num_hidden_layers,
                 unroll=section.unroll,
                 norm_before_residual=section.norm_before_residual,
