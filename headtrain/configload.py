@@ -12,6 +12,7 @@ import functools
 import inspect
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,8 @@ def find_recipe(name: str, beside: Path | None = None) -> Path:
         raise ConfigError(f"recipe={name}: no such file")
     shipped = recipe_folder() / f"{name}.yaml"
     if not shipped.is_file():
-        near = _nearest(name, recipe_names())
-        raise ConfigError(f"recipe={name}: unknown recipe{near}; `headtrain recipes` lists them")
+        near = nearest(name, recipe_names())
+        raise ConfigError(f"recipe={name}: unknown recipe{near} (`headtrain recipes` lists them)")
     return shipped
 
 
@@ -169,6 +170,13 @@ def load(recipe: str, overrides: list[str]) -> RecipeConfig:
     config = merge(layers)
     if config.run_dir is None:
         config.run_dir = str(Path("runs") / (Path(recipe).stem + ("-smoke" if config.smoke else "")))
+    validate(config)
+    return config
+
+
+def load_overrides(overrides: list[str]) -> RecipeConfig:
+    """The checked config of overrides alone, without a recipe."""
+    config = merge([("the command line", _nested([parse_override(text) for text in overrides]))])
     validate(config)
     return config
 
@@ -236,9 +244,10 @@ def unknown_key(path: str, origin: str) -> ConfigError:
     return ConfigError(f"{origin}: unknown key {path}{hint}")
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` or nothing."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def _parents(path: str) -> list[str]:

@@ -1,0 +1,299 @@
+"""The command line: parses, calls, prints.
+
+    headtrain <command> recipe=<name or path.yaml> [key=value …]
+
+Nothing heavy is imported before a command needs it. Exit status: 0 done, 2 a mistake of the user's (one line says
+which), 1 anything else, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command does, and the keys it takes besides a recipe's own (name -> comment)."""
+
+    does: str
+    recipe: bool  # takes recipe= and every key of the config tree
+    own: dict[str, str]
+    example: str
+
+
+COMMANDS = {
+    "fit": Command(
+        "every stage that is still missing: prompts, responses, captures, head, report, export", True, {},
+        "headtrain fit recipe=eagle3_llama8b data.prompts=my.jsonl",
+    ),
+    "generate": Command(
+        "prompts, responses and captures only", True,
+        {"inspect": "shows that many rows of the finished responses, the supervised spans marked"},
+        "headtrain generate recipe=eagle3_llama8b inspect=3",
+    ),
+    "train": Command(
+        "the training stage on finished data (also under your own launcher, with RANK and WORLD_SIZE set)", True, {},
+        "headtrain train recipe=eagle3_llama8b train.lr=2e-4",
+    ),
+    "eval": Command(
+        "acceptance and speed of a head folder, with the built-in decoder", True,
+        {
+            "head": "the head's folder (needed)",
+            "target": "the target's place, instead of the recipe's",
+            "suites, k, temperature, top_p, batch, drafters, limit, max_new_tokens, dtype, speed_prompts, speed_tokens":
+                "the keys of the `eval` section, without `eval.`",
+        },
+        "headtrain eval head=runs/mine/head recipe=eagle3_llama8b suites=[heldout,humaneval] k=[3,5]",
+    ),
+    "export": Command(
+        "a head's folder to the layout of a serving engine", False,
+        {
+            "head": "the head's folder (needed)",
+            "format": "the engine: vllm",
+            "out": "folder to write (default: export/FORMAT beside the head's folder)",
+        },
+        "headtrain export head=runs/mine/head format=vllm",
+    ),
+    "plan": Command(
+        "GPU memory, disk and time a recipe needs; loads no weights", True, {}, "headtrain plan recipe=eagle3_llama70b"
+    ),
+    "status": Command(
+        "how far a run is", False, {"run_dir": "the run's folder (needed)"}, "headtrain status run_dir=runs/mine"
+    ),
+    "recipes": Command(
+        "lists recipes; `recipes show NAME` prints the resolved config", False, {},
+        "headtrain recipes show eagle3_llama8b",
+    ),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [text for text in argv if not text.startswith("--local_rank")]  # what launchers add
+    try:
+        return _dispatch(argv)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not is_users(error):
+            traceback.print_exc()
+            return 1
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def is_users(error: BaseException) -> bool:
+    """True for a ValueError or OSError that a `raise` of headtrain's own made, with a message for the user.
+
+    One from a library, or from a built-in that headtrain called, is a bug and keeps its traceback.
+    """
+    if not isinstance(error, (ValueError, OSError)) or error.__traceback__ is None:
+        return False
+    place = error.__traceback__
+    while place.tb_next:
+        place = place.tb_next
+    ours = str(place.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "headtrain"
+    return ours and place.tb_frame.f_code.co_code[place.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in {"-h", "--help", "help"}:
+        print(overview())
+        return 0
+    if argv[0] == "--version":
+        from headtrain import __version__
+
+        print(f"headtrain {__version__}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name == "stage":  # a child process of a run
+        from headtrain.stages import run_stages
+
+        return run_stages(rest)
+    if name not in COMMANDS:
+        from headtrain.config import ConfigError
+        from headtrain.configload import nearest
+
+        raise ConfigError(f"{name}: unknown command{nearest(name, COMMANDS)} (`headtrain --help` lists them)")
+    if {"-h", "--help"} & set(rest):
+        print(help_of(name))
+        return 0
+    return globals()[f"_{name}"](rest)
+
+
+# ------------------------------------------------------------------------------------------------- help
+
+def overview() -> str:
+    lines = ["headtrain <command> recipe=<name or path.yaml> [key=value …]", "", "commands:"]
+    lines += [f"  {name:<9} {command.does}" for name, command in COMMANDS.items()]
+    lines += [
+        "",
+        "smoke=true with any recipe runs all of it on a tiny random target in about a minute, without a network.",
+        "`headtrain COMMAND --help` lists a command's keys.",
+    ]
+    return "\n".join(lines)
+
+
+def help_of(name: str) -> str:
+    command = COMMANDS[name]
+    lines = [f"headtrain {name}: {command.does}", "", f"example: {command.example}"]
+    if command.own:
+        lines += ["", "keys of its own:"] + [f"  {key}: {comment}" for key, comment in command.own.items()]
+    if command.recipe:
+        lines += ["", *_config_help()]
+    return "\n".join(lines)
+
+
+def _config_help() -> list[str]:
+    """One line per key of the config tree: name, default, comment."""
+    from headtrain.configload import keys
+
+    lines = ["recipe=NAME or recipe=FILE.yaml, and any key of the config (key=default, what it means):"]
+    section = None
+    for key in keys().values():
+        first = key.path.split(".")[0] if "." in key.path else "the run"
+        if first != section:
+            section = first
+            lines += ["", f"{section}:"]
+        lines.append(f"  {key.path + '=' + _shown(key.default):<44} {key.comment}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(map(str, value)) + "]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+def _recipe(arguments: list[str], own: tuple[str, ...] = ()):
+    """(config, own keys given) of `recipe=… key=value …` arguments."""
+    from headtrain.config import ConfigError
+    from headtrain.configload import load, recipe_names
+
+    given = {}
+    for text in [*arguments]:
+        key, equals, value = text.partition("=")
+        if equals and key in ("recipe", *own):
+            if key in given:
+                raise ConfigError(f"{key} is given twice")
+            given[key] = value
+            arguments = [other for other in arguments if other is not text]
+    if "recipe" not in given:
+        raise ConfigError(f"recipe=NAME or recipe=FILE.yaml is missing; shipped recipes: {', '.join(recipe_names())}")
+    return load(given.pop("recipe"), arguments), given
+
+
+def _flat(name: str, arguments: list[str], needed: tuple[str, ...]) -> dict[str, str]:
+    """The `key=value` arguments of a command without a recipe."""
+    from headtrain.config import ConfigError
+    from headtrain.configload import nearest
+
+    own, given = COMMANDS[name].own, {}
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text}: arguments are written key=value")
+        if key not in own:
+            raise ConfigError(f"unknown key {key}{nearest(key, own)}; `headtrain {name}` takes: {', '.join(own)}")
+        given[key] = value
+    for key in needed:
+        if not given.get(key):
+            raise ConfigError(f"{key}=… is missing: {own[key]}")
+    return given
+
+
+def _fit(arguments: list[str]) -> int:
+    from headtrain import pipeline
+
+    config, _ = _recipe(arguments)
+    pipeline.fit(config)
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    from headtrain import pipeline
+    from headtrain.config import ConfigError
+
+    config, given = _recipe(arguments, ("inspect",))
+    rows = given.get("inspect", "0")
+    if not rows.isdigit():
+        raise ConfigError(f"inspect={rows}: a number of rows is needed")
+    pipeline.generate(config, inspect=int(rows))
+    return 0
+
+
+def _train(arguments: list[str]) -> int:
+    from headtrain import pipeline
+
+    config, _ = _recipe(arguments)
+    pipeline.train(config)
+    return 0
+
+
+def _eval(arguments: list[str]) -> int:
+    from headtrain import pipeline
+    from headtrain.config import ConfigError, RecipeConfig
+    from headtrain.configload import load_overrides
+
+    short = {field: f"eval.{field}" for field in vars(RecipeConfig().eval)} | {"target": "target.model"}
+    arguments = [
+        f"{short[key]}={value}" if equals and key in short else text
+        for text, (key, equals, value) in ((text, text.partition("=")) for text in arguments)
+    ]
+    heads = [text.partition("=")[2] for text in arguments if text.startswith("head=")]
+    arguments = [text for text in arguments if not text.startswith("head=")]
+    if len(heads) != 1 or not heads[0]:
+        raise ConfigError("head=DIR is missing: the folder of the head to measure")
+    if any(text.startswith("recipe=") for text in arguments):
+        config, _ = _recipe(arguments)
+        own_run = any(text.startswith("run_dir=") for text in arguments)
+    else:
+        config, own_run = load_overrides(arguments), any(text.startswith("run_dir=") for text in arguments)
+    pipeline.evaluate(config, Path(heads[0]), own_run)
+    return 0
+
+
+def _export(arguments: list[str]) -> int:
+    from headtrain import pipeline
+
+    given = _flat("export", arguments, ("head", "format"))
+    print(pipeline.export_head(Path(given["head"]), given["format"], given.get("out")))
+    return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    from headtrain import plan
+
+    config, _ = _recipe(arguments)
+    print(plan.text(config))
+    return 0
+
+
+def _status(arguments: list[str]) -> int:
+    from headtrain import pipeline
+
+    print(pipeline.status(Path(_flat("status", arguments, ("run_dir",))["run_dir"])))
+    return 0
+
+
+def _recipes(arguments: list[str]) -> int:
+    from headtrain.config import ConfigError
+    from headtrain.configload import find_recipe, load, read_yaml, recipe_names, to_yaml
+
+    if not arguments:
+        for name in recipe_names():
+            print(f"{name:<18} {read_yaml(find_recipe(name)).get('description', '')}")
+        return 0
+    if arguments[0] != "show" or len(arguments) < 2:
+        raise ConfigError("usage: headtrain recipes, or headtrain recipes show NAME [key=value …]")
+    print(to_yaml(load(arguments[1].removeprefix("recipe="), arguments[2:])), end="")
+    return 0
