@@ -1,0 +1,37 @@
+# make demo        a trained, measured and exported head for SmolLM2-135M-Instruct on a CPU
+# make test        all quick tests        make test-slow   long statistical and kill tests
+# make test-gpu    tests that need a GPU  make lint, make wheel
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test test-slow test-gpu lint wheel
+
+demo: $(STAMP)
+	$(BIN)/headtrain fit recipe=eagle3_smollm2
+
+test: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest tests -n 2 -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest tests -n 2 -m slow $(ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel
+
+# torch first, so that an environment that has one already keeps it.
+$(STAMP): pyproject.toml constraints.txt requirements/demo.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,demo]"
+	$(BIN)/python -m pip install -q --no-deps -r requirements/demo.txt
+	touch $@
