@@ -1,0 +1,56 @@
+"""What every drafter is to the decoder.
+
+Shapes: B requests, L new tokens, K draft tokens, A taps, H target hidden, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headtrain.tree import DraftTree
+
+
+@dataclass
+class News:
+    """What one target forward settled: of row b, the first counts_B[b] slots are true; token i comes *after* slot i.
+
+    taps_BLAH: residual stream at the drafter's taps, None when it has none; last_BLH: after the final norm.
+    tokens: the same tokens on the host, without padding.
+    """
+
+    tokens_BL: Tensor
+    counts_B: Tensor
+    taps_BLAH: Tensor | None
+    last_BLH: Tensor
+    tokens: list[list[int]]
+
+
+class Drafter:
+    """Proposes tokens for a batch of requests. One object serves many batches: `start` begins a new one.
+
+    `taps`: the target layers (1 … layers) whose residual stream `observe` needs; empty for none.
+    """
+
+    name = ""
+    taps: tuple[int, ...] = ()
+
+    def start(self, prompts: list[list[int]], capacity: int) -> None:
+        """Forgets everything; the new requests begin with prompt[0] and never hold more than `capacity` tokens.
+
+        The rest of the prompt arrives by `observe`, as every later token does, each exactly once.
+        """
+        raise NotImplementedError
+
+    def observe(self, news: News) -> None:
+        """Takes in what the target settled: first the prompt's slots, then every step's."""
+        raise NotImplementedError
+
+    def propose(self, k: int, uniform_BK: Tensor | None = None) -> DraftTree:
+        """A chain of at most k tokens per request. `uniform_BK` in [0, 1): for drawing them, above temperature 0."""
+        raise NotImplementedError
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps only the given requests (int64 indices into the present batch), in that order; `observe` follows."""
+        raise NotImplementedError
