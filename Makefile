@@ -26,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 wheel: $(STAMP)
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 # torch first, so that an environment that has one already keeps it.
 $(STAMP): pyproject.toml constraints.txt requirements/demo.txt

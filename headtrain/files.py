@@ -129,17 +129,31 @@ class Manifest:
     def open(self, mark: str, what: dict[str, Any]) -> bool:
         """Prepares the folder for a stage with this fingerprint; True when it is complete already.
 
-        A folder made with other settings, or one that has files but no manifest, is moved aside, never reused.
+        A folder made with other settings is moved aside to `<folder>.old-<its fingerprint>`, and comes back when its
+        settings do. One that has files but no manifest is moved aside for good.
         """
         if self.data.get("fingerprint") == mark:
             return bool(self.data.get("complete"))
         if self.folder.is_dir() and any(self.folder.iterdir()):
-            aside = self.folder.with_name(f"{self.folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-            self.folder.rename(aside)
+            self._move_aside()
+        kept = self.folder.with_name(f"{self.folder.name}.old-{mark[:12]}")
+        if kept.is_dir() and Manifest(kept).data.get("fingerprint") == mark:
+            if self.folder.is_dir():
+                self.folder.rmdir()
+            kept.rename(self.folder)
+            self.data = read_json(self.path)
+            return bool(self.data.get("complete"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.data = {"fingerprint": mark, "complete": False, "made_from": what, "counts": {}, "left_out": {}}
         write_json(self.path, self.data)
         return False
+
+    def _move_aside(self) -> None:
+        old = self.data.get("fingerprint", "")[:12] or f"unmarked-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside = self.folder.with_name(f"{self.folder.name}.old-{old}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        self.folder.rename(aside)
 
     def finish(self, counts: dict[str, Any], left_out: dict[str, int] | None = None, **more: Any) -> None:
         self.data.update(complete=True, counts=counts, left_out=left_out or {}, **more)
