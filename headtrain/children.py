@@ -1,0 +1,216 @@
+"""Child processes of a run: started together, watched, ended together, and never left behind.
+
+A child gets its own process group and is killed by the kernel when its parent dies. What children print goes to log
+files; the parent shows one line of progress, and a failing child's last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headtrain.config import RecipeConfig
+
+POLL = 0.2  # seconds between looks at the children
+PLAIN_EVERY = 15.0  # seconds between progress lines when there is no terminal
+GRACE = 10.0  # seconds a child has between SIGTERM and SIGKILL
+PR_SET_PDEATHSIG = 1
+
+
+class StageFailed(ValueError):
+    """A child process ended with an error; the message has its last words and its log file."""
+
+
+@dataclass
+class Child:
+    """One process to start: arguments, additions to the environment, log file."""
+
+    argv: list[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Progress:
+    """How far a stage is. `done` of `total` (None: unknown), and a few words more."""
+
+    done: float = 0
+    total: float | None = None
+    words: str = ""
+
+
+# ------------------------------------------------------------------------------------------------- how many
+
+def gpu_ids() -> list[str]:
+    """The CUDA devices this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return [str(n) for n, _ in enumerate(line for line in listing.stdout.splitlines() if line.startswith("GPU "))]
+
+
+def workers(config: RecipeConfig) -> list[dict[str, str]]:
+    """The environment of each worker process of the data stages and of evaluation.
+
+    On GPUs one device each; on a CPU an equal share of the cores as threads each.
+    """
+    gpus = [] if config.target.device == "cpu" else gpu_ids()
+    cores = len(os.sched_getaffinity(0))
+    asked = config.launch.workers
+    if asked != "auto":
+        count = int(asked)
+    elif config.smoke:
+        count = 1
+    else:
+        count = len(gpus) or cores
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} for n in range(count)]
+    threads = str(max(1, cores // count))
+    return [{"OMP_NUM_THREADS": threads} for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------- running them
+
+def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None:
+    """Runs the children to their end; StageFailed when one fails (the others are ended then).
+
+    KeyboardInterrupt on SIGINT or SIGTERM, after the children are gone.
+    """
+    started: list[subprocess.Popen] = []
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for child in children:
+            started.append(_start(child))
+        with _display(label) as show:
+            while any(process.poll() is None for process in started):
+                for child, process in zip(children, started, strict=True):
+                    if process.poll() not in (None, 0):
+                        raise StageFailed(last_words(label, child.log, process.returncode))
+                show(poll())
+                time.sleep(POLL)
+            show(poll())
+        for child, process in zip(children, started, strict=True):
+            if process.returncode:
+                raise StageFailed(last_words(label, child.log, process.returncode))
+    finally:
+        _end(started)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(child: Child) -> subprocess.Popen:
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def die_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before prctl
+            os._exit(1)
+
+    child.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(child.log, "ab") as log:
+        log.write(f"\n[{time.strftime('%Y-%m-%d %H:%M:%S')}] {' '.join(child.argv)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            child.argv, env=os.environ | child.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+
+
+def _end(started: list[subprocess.Popen]) -> None:
+    """Ends whole process groups: SIGTERM, a grace period, SIGKILL."""
+    for process in started:
+        if process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for process in started:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        _signal_group(process, signal.SIGKILL)  # grandchildren that outlived it
+
+
+def _signal_group(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def last_words(label: str, log: Path, status: int) -> str:
+    """What a failed child said last: its `error:` line when it made one, else the end of its log."""
+    lines = [line.rstrip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    starts = [n for n, line in enumerate(lines) if line.startswith("[20")]
+    lines = [line for line in lines[starts[-1] + 1 if starts else 0 :] if line]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if status == 2 and said:
+        return f"{label}: {said[-1]}"
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    tail = "\n".join(f"  | {line}" for line in lines[-25:])
+    return f"{label} {how}; its log is {log}\n{tail}"
+
+
+# ------------------------------------------------------------------------------------------------- display
+
+@contextlib.contextmanager
+def _display(label: str):
+    """Yields show(progress): one live line on a terminal, a plain line now and then elsewhere."""
+    from rich.console import Console
+
+    console, began = Console(stderr=False), time.monotonic()
+    if console.is_terminal:
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(Text(label), console=console, refresh_per_second=4, transient=True) as live:
+            yield lambda progress: live.update(Text(line(label, progress, time.monotonic() - began)))
+    else:
+        shown = [began]
+
+        def show(progress: Progress) -> None:
+            if time.monotonic() - shown[0] >= PLAIN_EVERY:
+                shown[0] = time.monotonic()
+                print(line(label, progress, time.monotonic() - began), flush=True)
+
+        yield show
+    print(f"{label}: done in {clock(time.monotonic() - began)}", flush=True)
+
+
+def line(label: str, progress: Progress, seconds: float) -> str:
+    """`label  [#####.....] 50 %  words  1:00 gone, 1:00 left`."""
+    parts = [label]
+    left = ""
+    if progress.total:
+        share = min(1.0, progress.done / progress.total)
+        filled = round(20 * share)
+        parts.append(f"[{'#' * filled}{'.' * (20 - filled)}] {100 * share:3.0f} %")
+        if 0.02 < share < 1:
+            left = f", about {clock(seconds * (1 - share) / share)} left"
+    parts += [progress.words] if progress.words else []
+    return "  ".join([*parts, f"{clock(seconds)} gone{left}"])
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def python(*arguments: str) -> list[str]:
+    """The argv of a child that runs `headtrain` in this interpreter."""
+    return [sys.executable, "-m", "headtrain", *arguments]
