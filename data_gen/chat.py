@@ -41,8 +41,8 @@ def require_template(tokenizer: Any) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             f"{getattr(tokenizer, 'name_or_path', None) or 'the tokenizer'}: neither `chat_template` in "
-            "tokenizer_config.json nor a chat_template.jinja file exists; put the template that serving uses beside the "
-            "weights as chat_template.jinja"
+            "tokenizer_config.json nor a chat_template.jinja file exists; put the template that serving uses beside "
+            "the weights as chat_template.jinja"
         )
 
 
@@ -60,12 +60,12 @@ def render(tokenizer: Any, messages: list[dict], generation: bool, template_kwar
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of rendered text: special tokens in it are read as such, none is added (so there is one BOS at most)."""
+    """Token ids of rendered text: special tokens in it are read as such, none is added (so no second BOS)."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict], template_kwargs: dict | None = None) -> list[int]:
-    """The ids serving sends for these messages: equal to apply_chat_template(tokenize=True, add_generation_prompt=True)."""
+    """The ids serving sends: equal to apply_chat_template(messages, tokenize=True, add_generation_prompt=True)."""
     return encode(tokenizer, render(tokenizer, messages, True, template_kwargs))
 
 
@@ -125,7 +125,7 @@ def check_coverage(supervised: int, tokens: int) -> float:
     """Supervised share of a whole set; CoverageError at 0 % or 100 %: training on nothing, or on the users' text."""
     if supervised == 0 or supervised == tokens:
         raise CoverageError(
-            f"{supervised} of {tokens} tokens are supervised ({100 if supervised else 0} %): the chat template marks no "
-            "boundary between prompt and answer; look at single rows with `headtrain generate inspect=3`"
+            f"{supervised} of {tokens} tokens are supervised ({100 if supervised else 0} %): the chat template marks "
+            "no boundary between prompt and answer; look at single rows with `headtrain generate inspect=3`"
         )
     return supervised / tokens

@@ -51,7 +51,7 @@ class Conversation:
 
 @dataclass
 class Prompt:
-    """One line of prompts.jsonl. `split`: heldout, valid or train. `messages` ends with the user or (given) an answer."""
+    """One line of prompts.jsonl. `split`: heldout, valid or train. `messages` end with the user (given: an answer)."""
 
     id: str
     split: str

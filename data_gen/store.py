@@ -1,8 +1,8 @@
 """The two stores: responses (token ids) and captures (ids plus the target's states), one safetensors file per batch.
 
-A file holds its rows one after another in flat tensors, `offsets` int64 [R+1] says where each starts; what else is known
-of a row stands as JSON in the file's header. `index.json` lists the files with their checksums. docs/architecture.md, "A
-row of the stores", has the fields. Shapes: N tokens of a file, T of a row, A taps, H hidden, V vocabulary, R rows.
+A file holds its rows one after another in flat tensors, `offsets` int64 [R+1] says where each starts; what else is
+known of a row stands as JSON in the file's header. `index.json` lists the files with their checksums. The fields are
+those of docs/architecture.md, "A row of the stores". Shapes: N tokens of a file, T of a row, A taps, H hidden.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def file_name(kind: str, batch: int) -> str:
     return f"{kind}-{batch:05d}.safetensors"
 
 
-def write_unit(folder: str | Path, kind: str, batch: int, rows: list[RowInfo], tensors: dict[str, Tensor], **facts) -> Path:
+def write_unit(
+    folder: str | Path, kind: str, batch: int, rows: list[RowInfo], tensors: dict[str, Tensor], **facts: Any
+) -> Path:
     """Writes the file of one batch, whole or not at all. `tensors` are flat [N, ...] in the order of `rows`."""
     from safetensors.torch import save_file
 
@@ -73,8 +75,8 @@ def write_unit(folder: str | Path, kind: str, batch: int, rows: list[RowInfo], t
     folder.mkdir(parents=True, exist_ok=True)
     offsets = torch.tensor([0, *(row.tokens for row in rows)], dtype=torch.int64).cumsum(0)
     for name, tensor in tensors.items():
-        if len(tensor) != int(offsets[-1]):
-            raise StoreError(f"{file_name(kind, batch)}: {name} has {len(tensor)} positions, the rows {int(offsets[-1])}")
+        if len(tensor) != (total := int(offsets[-1])):
+            raise StoreError(f"{file_name(kind, batch)}: {name} has {len(tensor)} positions, the rows have {total}")
     plain = [{k: v for k, v in asdict(row).items() if k not in ("file", "index")} for row in rows]
     header = {"kind": kind, "version": str(VERSION), "rows": json.dumps(plain), "facts": json.dumps(facts)}
     path = folder / file_name(kind, batch)
@@ -162,7 +164,7 @@ class _Store:
         return self._open[name]
 
     def _verify(self, name: str) -> None:
-        """StoreError on a wrong checksum. A file verified once is not read through again while its time and size stand."""
+        """StoreError on a wrong checksum. A verified file is not hashed again while its time and size stand."""
         path, marks = self.folder / name, self.folder / "verified.json"
         stat = path.stat()
         mark = [self._sums[name], stat.st_size, stat.st_mtime_ns]
@@ -212,8 +214,8 @@ class ResponseStore(_Store):
 class CaptureStore(_Store):
     """Reads a captures folder. `.rows`, `.read(row)`, `.taps` (layer numbers), `.norm`, `.hidden`, `.dtype`.
 
-    max_length: rows are cut to it, whatever length they were captured at. final_norm: the target's, needed only where the
-    last hidden state was stored before it (`norm: pre_norm`); `.read` always gives the state after the norm.
+    max_length: rows are cut to it, whatever length they were captured at. final_norm: the target's, needed only where
+    the last hidden state was stored before it (`norm: pre_norm`); `.read` always gives the state after the norm.
     """
 
     kind = "captures"
@@ -231,7 +233,7 @@ class CaptureStore(_Store):
                 "applied twice or not at all it ruins the head, so untagged captures are refused: capture again"
             )
         if self.norm == "pre_norm" and final_norm is None:
-            raise StoreError(f"{self.folder}: `last` was stored before the final norm; pass the target's norm (final_norm=)")
+            raise StoreError(f"{self.folder}: `last` was stored before the final norm; pass the target's final_norm=")
 
     def read(self, row: RowInfo) -> CaptureRow:
         fields = self._slice(row, ("ids", "supervised", "taps", "last", "argmax", "logsumexp"))

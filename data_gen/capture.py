@@ -1,0 +1,169 @@
+"""Captures: the target's states over stored responses, and how much disk they need.
+
+The responses stage keeps the states of its own decode pass; the work here fills the gaps (other taps, given answers).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headtrain.config import RecipeConfig
+from headtrain.files import Manifest, free_bytes
+
+if TYPE_CHECKING:
+    from headtrain.target import Target
+
+log = logging.getLogger(__name__)
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MARGIN = 256 << 20  # bytes left free while working
+
+
+class DiskError(ValueError):
+    """Too little disk space, before the start or during the work."""
+
+
+# ------------------------------------------------------------------------------------------------- disk
+
+def bytes_per_token(hidden: int, taps: int, dtype: str) -> int:
+    """Bytes of the states of one token: `taps` tapped layers and the last hidden state."""
+    return (taps + 1) * hidden * DTYPE_BYTES[dtype]
+
+
+def readable(size: float) -> str:
+    """Bytes in decimal units, as disks are sold: 45.3 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def check_disk(
+    rows: int, tokens_per_row: float, hidden: int, taps: int, dtype: str, free: int, allow_low_disk: bool = False
+) -> str:
+    """The estimate as text. DiskError when it exceeds the free bytes, unless `allow_low_disk`."""
+    token = bytes_per_token(hidden, taps, dtype)
+    total = token * tokens_per_row * rows
+    text = (
+        f"captures need {token:,} B per token, {round(token * tokens_per_row):,} B per row, {readable(total)} in all "
+        f"({rows:,} rows of {tokens_per_row:,.0f} tokens, {taps} taps + last hidden, {dtype}); free: {readable(free)}"
+    )
+    if total <= free:
+        return text
+    if allow_low_disk:
+        return f"{text}; started all the same (data.captures.allow_low_disk=true)"
+    half = "" if DTYPE_BYTES[dtype] == 2 else f", data.captures.dtype=bfloat16 ({readable(total / 2)})"
+    raise DiskError(
+        f"{text}. Too little space. What helps: fewer rows (data.prompts limit), shorter rows (data.max_length, "
+        f"data.responses.max_new_tokens), fewer taps (head.taps){half}, a run_dir on a larger disk, or "
+        "data.captures.allow_low_disk=true to start all the same. 8-bit captures "
+        f"({readable(token / DTYPE_BYTES[dtype] * tokens_per_row * rows)}), a ring buffer and online training, which "
+        "stores nothing, are not in this version"
+    )
+
+
+def watch_disk(folder: Path, needed: int) -> None:
+    """DiskError when the next file would fill the disk; what is finished stays, and the same command goes on later."""
+    if (free := free_bytes(folder)) < needed + MARGIN:
+        raise DiskError(
+            f"stopped before the disk is full: the next batch needs {readable(needed)}, free: {readable(free)}. "
+            "Finished batches are kept; make room and run the same command again"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- the stage
+
+def facts(config: RecipeConfig, target: Target, taps: tuple[int, ...]) -> dict[str, Any]:
+    """What a capture file says about itself."""
+    return {
+        "norm": "post_norm", "taps": list(taps), "dtype": config.data.captures.dtype, "hidden": target.hidden_size,
+        "vocab": target.vocab_size, "argmax": True, "logsumexp": True,
+    }  # fmt: skip
+
+
+def work(
+    config: RecipeConfig,
+    target: Target,
+    responses_folder: str | Path,
+    captures_folder: str | Path,
+    taps: list[int] | tuple[int, ...],
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Captures the responses that have none yet, batch by batch; several processes may share the work.
+
+    Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
+    """
+    from headtrain.data_gen import claims, store
+
+    responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
+    responses = store.ResponseStore(responses_folder)
+    batches, done = len(responses.index["files"]), 0
+    by_file: dict[str, list[store.RowInfo]] = {}
+    for row in responses.rows:
+        by_file.setdefault(row.file, []).append(row)
+    for batch in claims.unfinished(captures_folder, "captures", batches):
+        rows = by_file[store.file_name("responses", batch)]
+        tokens = sum(row.tokens for row in rows)
+        watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
+        meter = claims.Meter(captures_folder, batch, progress, tokens)
+        tensors = _capture(config, target, responses, rows, taps, meter)
+        store.write_unit(captures_folder, "captures", batch, rows, tensors, **facts(config, target, taps))
+        meter.tell()
+        done += 1
+    return done
+
+
+def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
+    """The flat tensors of one capture file. Rows of like length share a forward of at most batch_tokens tokens."""
+    import torch
+
+    from headtrain.data_gen.passes import read_rows
+
+    read = [responses.read(row) for row in rows]
+    dtype = getattr(torch, config.data.captures.dtype)
+    order = sorted(range(len(rows)), key=lambda n: (-rows[n].tokens, n))
+    parts: list[dict | None] = [None] * len(rows)
+    while order:
+        count = max(1, min(len(order), config.data.responses.batch_tokens // rows[order[0]].tokens))
+        group, order = order[:count], order[count:]
+        flat = read_rows(target, [read[n].ids for n in group], taps, dtype).flat()
+        at = 0
+        for n in group:
+            parts[n] = {name: tensor[at : at + rows[n].tokens] for name, tensor in flat.items()}
+            at += rows[n].tokens
+            meter.add(rows[n].tokens)
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {**tensors, "supervised": torch.cat([row.supervised for row in read])}
+
+
+def missing(responses_folder: str | Path, captures_folder: str | Path) -> int:
+    """How many batches of responses have no captures yet."""
+    from headtrain.data_gen import store
+
+    batches = len(store.ResponseStore(responses_folder).index["files"])
+    return sum(not (Path(captures_folder) / store.file_name("captures", n)).is_file() for n in range(batches))
+
+
+def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
+    """Writes the index and completes the manifest of the captures folder; returns the counts."""
+    from headtrain.data_gen import store
+
+    batches = len(store.ResponseStore(responses_folder).index["files"])
+    index = store.write_index(captures_folder, "captures", batches)
+    counts = {name: sum(file[name] for file in index["files"]) for name in ("rows", "tokens", "supervised")}
+    counts["bytes"] = sum((Path(captures_folder) / file["file"]).stat().st_size for file in index["files"])
+    Manifest(captures_folder).finish(counts, norm=index.get("norm"), taps=index.get("taps"), dtype=index.get("dtype"))
+    return counts
+
+
+def status(responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
+    """{batches, done_batches, tokens, seconds, estimate} while workers run."""
+    from headtrain.data_gen import claims, store
+
+    index = store.ResponseStore(responses_folder).index
+    found = claims.progress_of(Path(captures_folder), "captures", len(index["files"]))
+    return {**found, "estimate": sum(file["tokens"] for file in index["files"])}

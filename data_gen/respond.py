@@ -1,0 +1,270 @@
+"""Responses: the target answers the prompts, batch by batch, and the states of the decode pass are kept as captures.
+
+`plan_batches` fixes once which prompts share a batch; a batch is the unit of work, of sharing between processes and of
+resuming, so a restarted run ends with the same ids in any dtype. Held-out prompts are left to the evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headtrain.config import RecipeConfig
+from headtrain.data_gen import capture, chat, prompts
+from headtrain.files import Manifest, free_bytes, read_json, write_json
+
+if TYPE_CHECKING:
+    from headtrain.data_gen import claims
+    from headtrain.target import Target
+
+log = logging.getLogger(__name__)
+
+ANSWERED = ("train", "valid")
+TOO_LONG = "no_supervised_tokens_after_truncation"
+
+
+class ResponseError(ValueError):
+    """Responses that cannot be planned or finished."""
+
+
+# ------------------------------------------------------------------------------------------------- the plan
+
+def plan_batches(
+    config: RecipeConfig, tokenizer: Any, prompts_folder: str | Path, responses_folder: str | Path
+) -> dict[str, Any]:
+    """Writes plan.json unless it is there; returns it: {backend, batches: [[[id, tokens, budget], …], …], left_out}.
+
+    `tokens`: of the prompt (given: of the whole row); `budget`: new tokens allowed. Rows are sorted by length, longest
+    first, and fill batches up to data.responses.batch_tokens.
+    """
+    path = Path(responses_folder) / "plan.json"
+    if path.is_file():
+        return read_json(path)
+    chat.require_template(tokenizer)
+    given, left_out, rows = config.data.responses.backend == "given", Counter(), []
+    for prompt in prompts.load(prompts_folder):
+        if prompt.split not in ANSWERED:
+            continue
+        if given:
+            found, reasons = given_rows(config, tokenizer, prompt)
+            left_out.update(reasons)
+            if found:
+                rows.append([prompt.id, sum(len(row.ids) for row in found), 0])
+            continue
+        try:
+            tokens = len(chat.prompt_ids(tokenizer, prompt.messages, config.target.template_kwargs))
+        except prompts.Reject as reason:
+            left_out[str(reason)] += 1
+            continue
+        budget = min(config.data.responses.max_new_tokens, config.data.max_length - tokens)
+        if budget < 1:
+            left_out[TOO_LONG] += 1
+            continue
+        rows.append([prompt.id, tokens, budget])
+    if not rows:
+        reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common())
+        raise ResponseError(f"0 prompts left to answer: {reasons or 'no prompt is in split train or valid'}")
+    plan = {
+        "backend": config.data.responses.backend,
+        "batches": _batches(rows, config.data.responses.batch_tokens),
+        "left_out": dict(left_out),
+    }
+    Path(responses_folder).mkdir(parents=True, exist_ok=True)
+    write_json(path, plan)
+    return plan
+
+
+def _batches(rows: list[list], budget: int) -> list[list[list]]:
+    """Rows by falling length, in batches of rows x longest row <= budget (one row at least)."""
+    batches: list[list[list]] = []
+    widest = 0
+    for row in sorted(rows, key=lambda r: (-r[1] - r[2], r[0])):
+        if batches and (len(batches[-1]) + 1) * widest <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            widest = row[1] + row[2]
+    return batches
+
+
+def estimate_disk(config: RecipeConfig, hidden: int, taps: int, plan: dict, folder: str | Path, open_only=()) -> str:
+    """The upper estimate of what the plan's captures need (of the batches in `open_only`, when given), as text.
+
+    DiskError when the disk that holds `folder` has less.
+    """
+    rows = [row for n, batch in enumerate(plan["batches"]) if not open_only or n in open_only for row in batch]
+    mean = sum(row[1] + row[2] for row in rows) / max(len(rows), 1)
+    rule, free = config.data.captures, free_bytes(folder)
+    return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk)
+
+
+# ------------------------------------------------------------------------------------------------- the work
+
+def work(
+    config: RecipeConfig,
+    target: Target,
+    prompts_folder: str | Path,
+    responses_folder: str | Path,
+    captures_folder: str | Path,
+    taps: list[int] | tuple[int, ...],
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Answers the batches of the plan that nobody has answered or is answering; returns how many this process did.
+
+    Captures are written first, then the responses: a batch with responses is done. progress(new tokens of the batch so
+    far, at most).
+    """
+    from headtrain.data_gen import claims, store
+
+    responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
+    job = _Job(config, target, responses_folder, captures_folder, tuple(taps))
+    plan = plan_batches(config, target.tokenizer, prompts_folder, responses_folder)
+    known = {prompt.id: prompt for prompt in prompts.load(prompts_folder)}
+    open_batches = {
+        n for n in range(len(plan["batches"])) if not (responses_folder / store.file_name("responses", n)).is_file()
+    }
+    if not open_batches:
+        log.info("all %d batches are answered already; nothing to do", len(plan["batches"]))
+        return 0
+    log.info(estimate_disk(config, target.hidden_size, len(taps), plan, captures_folder, open_batches))
+    done = 0
+    for batch in claims.unfinished(responses_folder, "responses", len(plan["batches"]), captures_folder):
+        rows = plan["batches"][batch]
+        meter = claims.Meter(responses_folder, batch, progress, sum(row[2] for row in rows))
+        asked = [known[row[0]] for row in rows]
+        if plan["backend"] == "given":
+            _write_given(job, batch, asked, meter)
+        else:
+            _answer(job, batch, asked, [row[2] for row in rows], meter)
+        meter.tell()
+        done += 1
+    return done
+
+
+@dataclass
+class _Job:
+    """What all batches of a worker share."""
+
+    config: RecipeConfig
+    target: Target
+    responses_folder: Path
+    captures_folder: Path
+    taps: tuple[int, ...]
+
+
+def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], budgets: list[int], meter: claims.Meter) -> None:
+    """One batch: decode, then the captures file, then the responses file."""
+    import torch
+
+    from headtrain.data_gen import passes, store
+
+    began, config, target, taps = time.monotonic(), job.config, job.target, job.taps
+    rule, dtype = config.data.responses, config.data.captures.dtype
+    ids = [chat.prompt_ids(target.tokenizer, p.messages, config.target.template_kwargs) for p in asked]
+    upper = sum(map(len, ids)) + sum(budgets)
+    capture.watch_disk(job.captures_folder, upper * capture.bytes_per_token(target.hidden_size, len(taps), dtype))
+    how = passes.Sampling(rule.temperature, rule.top_p)
+    if rule.temperature > 0:
+        how.uniform_BS = uniforms(config.seed, [p.id for p in asked], max(budgets)).to(target.device)
+    kept, finish = passes.answer(target, ids, budgets, taps, getattr(torch, dtype), how, meter.add)
+    rows = [
+        store.RowInfo(p.id, p.split, p.source, length, end, len(prompt), length - len(prompt))
+        for p, length, end, prompt in zip(asked, kept.lengths_B.tolist(), finish, ids, strict=True)
+    ]
+    tensors = kept.flat()
+    tensors["supervised"] = torch.cat([torch.arange(row.tokens) >= row.first for row in rows])
+    store.write_unit(job.captures_folder, "captures", batch, rows, tensors, **capture.facts(config, target, taps))
+    small = {name: tensors[name] for name in ("ids", "supervised")}
+    seconds = round(time.monotonic() - began, 3)
+    store.write_unit(job.responses_folder, "responses", batch, rows, small, on_policy=True, seconds=seconds)
+
+
+def uniforms(seed: int, ids: list[str], count: int):
+    """float32 [rows, count] in [0, 1): each prompt has its own generator, seeded by the run's seed and its id."""
+    import torch
+
+    rows = []
+    for identity in ids:
+        mark = int.from_bytes(hashlib.sha256(f"{seed}:{identity}".encode()).digest()[:7], "big")
+        rows.append(torch.rand(count, generator=torch.Generator().manual_seed(mark)))
+    return torch.stack(rows)
+
+
+# ------------------------------------------------------------------------------------------------- given answers
+
+def given_rows(config: RecipeConfig, tokenizer: Any, prompt: prompts.Prompt) -> tuple[list[chat.ChatRow], Counter]:
+    """The training rows of a conversation's own answers, cut to data.max_length, and what was left out or cut."""
+    try:
+        whole = chat.rows(tokenizer, prompt.messages, config.target.template_kwargs)
+    except prompts.Reject as reason:
+        return [], Counter({str(reason): 1})
+    found = [chat.cut(row, config.data.max_length) for row in whole]
+    return [row for row in found if row], Counter({TOO_LONG: found.count(None)})
+
+
+def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Meter) -> None:
+    import torch
+
+    from headtrain.data_gen import store
+
+    rows, ids, supervised = [], [], []
+    for prompt in asked:
+        found, _ = given_rows(job.config, job.target.tokenizer, prompt)
+        for n, row in enumerate(found):
+            marks = row.supervised()
+            name = prompt.id if len(found) == 1 else f"{prompt.id}.{n}"
+            end = "length" if row.truncated else "stop"
+            rows.append(
+                store.RowInfo(name, prompt.split, prompt.source, len(row.ids), end, row.spans[0][0], sum(marks))
+            )
+            ids += row.ids
+            supervised += marks
+            meter.add(len(row.ids))
+    tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "supervised": torch.tensor(supervised)}
+    store.write_unit(job.responses_folder, "responses", batch, rows, tensors, on_policy=False)
+
+
+# ------------------------------------------------------------------------------------------------- the end
+
+def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
+    """Writes the index and completes the manifest of the responses; that of the captures too when none is missing.
+
+    Returns the counts. CoverageError when nothing or everything is supervised.
+    """
+    from headtrain.data_gen import store
+
+    plan = read_json(Path(responses_folder) / "plan.json")
+    index = store.write_index(responses_folder, "responses", len(plan["batches"]))
+    rows = store.ResponseStore(responses_folder).rows
+    tokens, supervised = sum(row.tokens for row in rows), sum(row.supervised for row in rows)
+    share = chat.check_coverage(supervised, tokens)
+    counts = {"rows": len(rows), "tokens": tokens, "supervised": supervised, "supervised_share": round(share, 4)}
+    counts.update(Counter(row.split for row in rows))
+    counts.update(Counter(f"finish_{row.finish}" for row in rows))
+    counts["truncated"] = counts.get("finish_length", 0)
+    log.info("%d rows, %d tokens, %.1f %% supervised", len(rows), tokens, 100 * share)
+    log.info("%d rows end by length, without an end token", counts["truncated"])
+    if not index["on_policy"]:
+        log.warning("these responses are the data's own answers, not the target's: off-policy")
+    Manifest(responses_folder).finish(counts, plan["left_out"], on_policy=index["on_policy"])
+    if index["files"] and not capture.missing(responses_folder, captures_folder):
+        capture.finish(config, responses_folder, captures_folder)
+    return counts
+
+
+def status(responses_folder: str | Path) -> dict[str, Any]:
+    """{batches, done_batches, tokens, seconds, estimate} while workers run; `estimate`: new tokens at most."""
+    from headtrain.data_gen import claims
+
+    path = Path(responses_folder) / "plan.json"
+    if not path.is_file():
+        return {"batches": 0, "done_batches": 0, "tokens": 0, "seconds": 0.0, "estimate": 0}
+    plan = read_json(path)
+    found = claims.progress_of(Path(responses_folder), "responses", len(plan["batches"]))
+    return {**found, "estimate": sum(row[2] or row[1] for batch in plan["batches"] for row in batch)}
