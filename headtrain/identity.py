@@ -29,8 +29,13 @@ class IdentityError(ValueError):
     """A target or a data file whose identity cannot be told; the message says what to do."""
 
 
-def stage_marks(config: RecipeConfig, target: Any, sources: list[Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Stage -> (fingerprint, what it was made from). `target`, `sources`: identities as returned below."""
+def stage_marks(
+    config: RecipeConfig, target: Any, sources: list[Any], head: str | None = None
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Stage -> (fingerprint, what it was made from). `target`, `sources`: identities as returned below.
+
+    head: the identity of a head folder that is measured instead of a trained one.
+    """
     data, tree = config.data, asdict(config)
     of_target = ("dtype", "attn_implementation", "template_kwargs", "trust_remote_code")
     model = {"identity": target, **{key: tree["target"][key] for key in of_target}}
@@ -58,6 +63,8 @@ def stage_marks(config: RecipeConfig, target: Any, sources: list[Any]) -> dict[s
         "report": {"eval": tree["eval"], "seed": config.seed, "suite_files": suite_files(config)},
         "export": tree["export"],
     }
+    if head is not None:
+        made_from["training"] = {"given_head": head}
     marks: dict[str, tuple[str, dict[str, Any]]] = {}
     for stage in STAGES:
         made_from[stage]["parents"] = {parent: marks[parent][0] for parent in PARENTS[stage]}

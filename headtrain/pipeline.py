@@ -1,0 +1,337 @@
+"""Which stages a run needs, in which folders, and the child processes that do them.
+
+The parent imports no torch: it compares fingerprints, starts children (`headtrain stage …`), shows their progress, and
+prints the result. Every stage goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from headtrain import children, identity
+from headtrain.children import Child, Progress
+from headtrain.config import ConfigError, RecipeConfig
+from headtrain.files import Manifest, claimed, fingerprint, read_json, write_text
+
+DATA = ("prompts", "responses", "captures")
+RESULT = "report/report.json"
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+def fit(config: RecipeConfig) -> None:
+    """Every stage that is missing, then the result. A finished run only prints it."""
+    with opened(config) as job:
+        job.run_missing([stage for stage in identity.STAGES if stage != "export" or config.export.formats])
+    print(result(job.run))
+
+
+def generate(config: RecipeConfig, inspect: int = 0) -> None:
+    """Prompts, responses and captures; `inspect` rows are shown with their spans."""
+    with opened(config) as job:
+        job.run_missing(DATA)
+        for stage in DATA:
+            print(f"{stage}: {_counts(job.run / stage)}")
+        if inspect:
+            log = job.run / "logs" / "inspect.log"
+            log.unlink(missing_ok=True)
+            argv = children.python("stage", "inspect", f"run_dir={job.run}", f"rows={inspect}")
+            children.run([Child(argv, log)], "inspect", Progress)
+            text = log.read_text(encoding="utf-8")
+            print(text[text.index("---") :] if "---" in text else "no rows")
+
+
+def train(config: RecipeConfig) -> None:
+    """The training stage on finished data; inside a launcher's process (RANK is set) it trains right here."""
+    if "RANK" in os.environ:
+        return _train_as_rank(config)
+    with opened(config) as job:
+        job.need(DATA)
+        job.run_missing(["training"])
+    best = job.run / "training" / "best.json"
+    print(f"head: {job.run / 'head'}" + (f"; best: {json.dumps(read_json(best))}" if best.is_file() else ""))
+
+
+def _train_as_rank(config: RecipeConfig) -> None:
+    from headtrain import stages
+
+    job = Job(prepared(config))
+    job.need(DATA)
+    if int(os.environ["RANK"]) == 0:
+        job.write_config()
+        if job.open("training"):
+            print(f"{job.run / 'training'} is complete; nothing to do")
+            return
+    deadline = time.monotonic() + 60
+    while Manifest(job.run / "training").data.get("fingerprint") != job.marks["training"][0]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{job.run / 'training'}: rank 0 has not opened it; is run_dir on a shared file system?")
+        time.sleep(0.5)
+    if not Manifest(job.run / "training").data.get("complete"):
+        stages.training(job.config, job.run, {})
+
+
+def evaluate(config: RecipeConfig, head: Path, own_run_dir: bool) -> None:
+    """Acceptance and speed of a head folder. Works in a run folder of its own, which holds a copy of the head."""
+    if not (head / "config.json").is_file():
+        raise ConfigError(f"head={head}: not a head's folder (no config.json)")
+    if not own_run_dir:
+        mark = fingerprint([asdict(config.eval), config.target.model, identity.folder_identity(str(head))])[:8]
+        name = head.resolve().parent.name if head.name == "head" else head.name
+        config.run_dir = str(Path("runs") / f"eval-{name}-{mark}")
+    with opened(config, head=head) as job:
+        if not (job.run / "head").is_dir():
+            shutil.copytree(head, job.run / "head")
+        job.run_missing(["prompts", "report"] if job.asks_prompts else ["report"])
+    print(result(job.run))
+
+
+def export_head(head: Path, name: str, out: str | None) -> str:
+    """Exports a head's folder right here; returns what was written where."""
+    from headtrain.export import export
+
+    folder = Path(out) if out else head.parent / "export" / name
+    return f"{name}: {export(head, name, folder)}"
+
+
+def status(run: Path) -> str:
+    """One line per stage: not started, under way with its progress, or complete with its counts."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"run_dir={run}: no run folder (no config.yaml)")
+    lines = [f"run: {run}"]
+    with claimed(run / ".lock") as free:
+        lines[0] += "" if free else "  (a headtrain process is working in it)"
+    for stage in identity.STAGES:
+        manifest = Manifest(run / stage).data
+        if not manifest:
+            state = "not started"
+        elif manifest.get("complete"):
+            state = f"complete: {_counts(run / stage)}"
+        else:
+            found = progress_of(run, stage)()
+            share = f" {100 * found.done / found.total:.0f} %" if found.total else ""
+            state = f"under way{share}  {found.words}".rstrip()
+        lines.append(f"  {stage:<10} {state}")
+    return "\n".join(lines)
+
+
+def result(run: Path) -> str:
+    """The table of the run's report."""
+    from headtrain.eval.report import table
+
+    return table(read_json(run / RESULT))
+
+
+def _counts(folder: Path) -> str:
+    data = Manifest(folder).data
+    counts, left_out = _listed(data["counts"]), _listed(data.get("left_out", {}))
+    return counts + (f"; left out: {left_out}" if left_out else "")
+
+
+def _listed(numbers: dict) -> str:
+    return ", ".join(f"{name} {n:,}" if isinstance(n, int) else f"{name} {n}" for name, n in numbers.items())
+
+
+# ------------------------------------------------------------------------------------------------- a run
+
+def prepared(config: RecipeConfig) -> RecipeConfig:
+    """The config that the stages get: shrunk for a smoke run."""
+    if not config.smoke:
+        return config
+    from headtrain.smoke import shrink
+
+    return shrink(config)
+
+
+@contextlib.contextmanager
+def opened(config: RecipeConfig, head: Path | None = None) -> Iterator[Job]:
+    """A Job whose run folder no other headtrain process works in."""
+    run = Path(config.run_dir or "")
+    run.mkdir(parents=True, exist_ok=True)
+    with claimed(run / ".lock") as mine:
+        if not mine:
+            raise ConfigError(f"run_dir={run}: another headtrain process works in it; wait, or give another run_dir")
+        yield Job(prepared(config), head)
+
+
+class Job:
+    """One run: its config, folder, and the fingerprint of every stage."""
+
+    def __init__(self, config: RecipeConfig, head: Path | None = None):
+        self.config, self.run = config, Path(config.run_dir or "")
+        if config.smoke:
+            target = {"smoke": config.target.family, "shape": asdict(config.target.shape), "seed": config.seed}
+        else:
+            target = identity.target_identity(config.target, self.run)
+        self.asks_prompts = head is None or "heldout" in config.eval.suites
+        sources = identity.source_identities(config, self.run) if self.asks_prompts else []
+        given = identity.folder_identity(str(head)) if head else None
+        self.marks = identity.stage_marks(config, target, sources, given)
+
+    def complete(self, stage: str) -> bool:
+        data = Manifest(self.run / stage).data
+        return bool(data.get("complete")) and data.get("fingerprint") == self.marks[stage][0]
+
+    def need(self, wanted: tuple[str, ...]) -> None:
+        for stage in wanted:
+            if not self.complete(stage):
+                raise ConfigError(
+                    f"{self.run / stage} is missing, unfinished, or made with other settings; `headtrain generate` makes it"
+                )
+
+    def open(self, stage: str) -> bool:
+        """Prepares the stage's folder; True when it is complete. A trained head moves with its training folder."""
+        folder = self.run / stage
+        before, mark = Manifest(folder).data.get("fingerprint"), self.marks[stage][0]
+        was_there = folder.is_dir()
+        done = Manifest(folder).open(*self.marks[stage])
+        if was_there and before != mark:
+            print(f"{stage}: made with other settings; the old folder is kept beside it")
+            if stage == "training":
+                self._swap_heads(before or "unmarked", mark)
+        return done
+
+    def _swap_heads(self, before: str, mark: str) -> None:
+        head = self.run / "head"
+        aside, kept = head.with_name(f"head.old-{before[:12]}"), head.with_name(f"head.old-{mark[:12]}")
+        if head.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+            head.rename(aside)
+        if kept.is_dir():
+            kept.rename(head)
+
+    def write_config(self) -> None:
+        from headtrain.configload import to_yaml
+
+        write_text(self.run / "config.yaml", to_yaml(self.config))
+
+    def run_missing(self, wanted: list[str] | tuple[str, ...]) -> None:
+        """Runs the wanted stages that are not complete, in order."""
+        missing = [stage for stage in wanted if not self.complete(stage)]
+        if not missing:
+            return
+        if "training" in missing and not any(vars(self.config.train)[key] for key in ("epochs", "steps", "seconds")):
+            raise ConfigError("train.epochs, train.steps and train.seconds are all empty: set one of them")
+        self.write_config()
+        first = ["smoke_target"] if self.config.smoke and not (self.run / "target" / "config.json").is_file() else []
+        first.append("check")
+        if "prompts" in missing:
+            if not self.config.data.prompts:
+                raise ConfigError("data.prompts is empty: name at least one source, e.g. data.prompts=my.jsonl")
+            self.open("prompts")
+            first.append("prompts")
+        self.children(first, [{"OMP_NUM_THREADS": "1"}], Progress)
+        for stage in missing:
+            if stage != "prompts" and not self.open(stage):
+                getattr(self, f"_{stage}", self._shared)(stage)
+                if not self.complete(stage):
+                    raise ConfigError(f"{self.run / stage} did not become complete; its log is in {self.run / 'logs'}")
+
+    def children(self, stages: list[str], environments: list[dict[str, str]], poll: Callable[[], Progress]) -> None:
+        """Runs the stages one after another in each of the given processes."""
+        argv = children.python("stage", ",".join(stages), f"run_dir={self.run}", f"workers={len(environments)}")
+        logs = [self.run / "logs" / f"{stages[-1]}-{n}.log" for n in range(len(environments))]
+        each = [Child(argv, log, env) for log, env in zip(logs, environments, strict=True)]
+        label = stages[-1] + (f" ({len(each)} processes)" if len(each) > 1 else "")
+        children.run(each, label, poll)
+
+    def _shared(self, stage: str) -> None:
+        """responses, captures, report: as many processes as there are workers."""
+        environments = children.workers(self.config)
+        if stage == "responses" and self.config.data.responses.backend == "given":
+            environments = environments[:1]
+        elif stage == "responses":
+            self.open("captures")  # they are written along
+        self.children([stage], environments, progress_of(self.run, stage))
+
+    def _export(self, stage: str) -> None:
+        self.children([stage], [{"OMP_NUM_THREADS": "1"}], Progress)
+
+    def _training(self, stage: str) -> None:
+        """One process, or DeepSpeed's launcher, which starts the others."""
+        from headtrain.training.launch import command
+
+        argv, env = command(self.config, self.run, ["stage", "training", f"run_dir={self.run}"])
+        child = Child(argv, self.run / "logs" / "training-0.log", env)
+        children.run([child], "training", progress_of(self.run, stage))
+
+
+# ------------------------------------------------------------------------------------------------- progress
+
+def progress_of(run: Path, stage: str) -> Callable[[], Progress]:
+    """A function that tells how far a stage is, from the files its processes leave."""
+    return {"responses": _responses, "captures": _captures, "training": _training, "report": _report}.get(
+        stage, lambda _run: Progress
+    )(run)
+
+
+def _responses(run: Path) -> Callable[[], Progress]:
+    from headtrain.data_gen import respond
+
+    return _rated(lambda: respond.status(run / "responses"))
+
+
+def _captures(run: Path) -> Callable[[], Progress]:
+    from headtrain.data_gen import capture
+
+    return _rated(lambda: capture.status(run / "responses", run / "captures"))
+
+
+def _rated(look: Callable[[], dict]) -> Callable[[], Progress]:
+    """Batches done and tokens per second of all workers together, since the watching began."""
+    first: list[tuple[float, int]] = []
+
+    def now() -> Progress:
+        found = look()
+        if not first:
+            first.append((time.monotonic(), found["tokens"]))
+        seconds, tokens = time.monotonic() - first[0][0], found["tokens"] - first[0][1]
+        words = f"batch {found['done_batches']}/{found['batches']}, {found['tokens']:,} tokens"
+        if tokens and seconds > 1:
+            words += f", {tokens / seconds:,.0f} tokens/s"
+        return Progress(found["tokens"], found["estimate"] or None, words)
+
+    return now
+
+
+def _training(run: Path) -> Callable[[], Progress]:
+    path = run / "training" / "log.jsonl"
+
+    def now() -> Progress:
+        if not path.is_file():
+            return Progress()
+        with open(path, "rb") as handle:
+            handle.seek(max(0, path.stat().st_size - 8192))
+            lines = handle.read().decode(errors="replace").splitlines()
+        for line in reversed(lines):
+            with contextlib.suppress(json.JSONDecodeError):
+                return _training_line(json.loads(line))
+        return Progress()
+
+    return now
+
+
+def _training_line(row: dict) -> Progress:
+    words = [f"step {row['step']}"] if "step" in row else []
+    words += [f"loss {row['loss']:.3f}"] if isinstance(row.get("loss"), float) else []
+    words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row.get("tokens_per_s") else []
+    return Progress(row.get("progress", 0), 1.0 if "progress" in row else None, ", ".join(words))
+
+
+def _report(run: Path) -> Callable[[], Progress]:
+    folder = run / "report"
+
+    def now() -> Progress:
+        total = read_json(folder / "plan.json")["units"] if (folder / "plan.json").is_file() else 0
+        done = len(list((folder / "units").glob("*.json")))
+        return Progress(done, total or None, f"unit {done}/{total}" if total else "")
+
+    return now
+
