@@ -228,13 +228,13 @@ class Eagle3Head(Head):
             zeros = torch.zeros(c.unroll, device=count_D.device)
             return HeadOutput(loss, zeros, zeros, zeros, reach_DN.sum(1).float())
         at, depth_of = torch.cat(at), torch.cat(depth_of)
-        loss, loss_M, top_M = fused_loss(
+        draft_id_V = self.t2d.cumsum(0) - 1  # of each target id that is in the draft vocabulary
+        loss, loss_M, hit_M = fused_loss(
             OBJECTIVES[self.objective], torch.cat(outputs), self.lm_head.weight, batch.last_NT.to(self.fc.weight.dtype),
-            self._frozen("teacher"), at, torch.cat(weights), self.logit_scale,
+            self._frozen("teacher"), at, draft_id_V[batch.argmax_N[at]], torch.cat(weights), self.logit_scale,
         )  # fmt: skip
-        correct_M = (self.to_target_ids(top_M) == batch.argmax_N[at]).float()
         per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_of, values)  # noqa: E731
-        return HeadOutput(loss, per_depth(loss_M), count_D, per_depth(correct_M), reach_DN.sum(1).float())
+        return HeadOutput(loss, per_depth(loss_M), count_D, per_depth(hit_M.float()), reach_DN.sum(1).float())
 
     @torch.no_grad()
     def draft_all(self, batch: Batch, depths: int) -> Tensor:

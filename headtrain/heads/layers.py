@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headtrain.heads.objectives import Rows
+
 
 # ---------------------------------------------------------------------------------------------------- rope
 
@@ -80,6 +82,7 @@ def _flash_block(q, k, v, causal, scale):
 
 
 def _flash_block_backward(grad, q, k, v, out, lse, causal, scale):
+    grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))  # torch's CPU kernel is up to 5x slower in bfloat16
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
@@ -174,53 +177,53 @@ def depth_attention(
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, objective, chunk, x_MH, weight_VH, teacher_NT, teacher_VT, logit_scale, at_M, weight_M):
-        """See fused_loss."""
+    def forward(ctx, objective, chunk, x_MH, lm_head_VH, teacher_NT, teacher_VT, logit_scale, at_M, label_M, weight_M):
         needs_x, needs_w = ctx.needs_input_grad[2:4]
         dx = torch.empty_like(x_MH) if needs_x else None
-        dw = torch.zeros(weight_VH.shape, dtype=torch.float32, device=x_MH.device) if needs_w else None
-        loss_M = torch.empty(len(x_MH), dtype=torch.float32, device=x_MH.device)
-        top_M = torch.empty(len(x_MH), dtype=torch.long, device=x_MH.device)
-        for rows in torch.argsort(at_M).split(chunk):  # sorted: the depths of a chunk share their teacher rows
-            positions, which = torch.unique(at_M[rows], return_inverse=True)
+        dw = torch.zeros(lm_head_VH.shape, dtype=torch.float32, device=x_MH.device) if needs_w else None
+        loss_M, hit_M = torch.empty_like(weight_M), torch.empty_like(weight_M, dtype=torch.bool)
+        order = torch.argsort(at_M)  # the depths of a chunk share their teacher positions
+        for index in order.split(chunk):
+            positions, which = torch.unique_consecutive(at_M[index], return_inverse=True)
             teacher = (teacher_NT[positions] @ teacher_VT.T).float() * logit_scale
-            x = x_MH[rows]
-            draft = x @ weight_VH.T
-            top_M[rows] = draft.argmax(-1)
-            loss_M[rows], grad = objective(draft, teacher[which])
-            if needs_x or needs_w:
-                grad = grad.mul_(weight_M[rows, None]).to(x.dtype)
+            rows = Rows(x_MH[index], which, label_M[index], weight_M[index])
+            graded = objective(rows, lm_head_VH, teacher, needs_x, needs_w)
+            loss_M[index], hit_M[index] = graded.loss, graded.hit
             if needs_x:
-                dx[rows] = grad @ weight_VH
+                dx[index] = graded.dx
             if needs_w:
-                dw += grad.T @ x
-        ctx.save_for_backward(dx, dw if dw is None else dw.to(weight_VH.dtype))
-        ctx.mark_non_differentiable(loss_M, top_M)
-        return (loss_M * weight_M).sum(), loss_M, top_M
+                dw += graded.dw
+        ctx.save_for_backward(dx, None if dw is None else dw.to(lm_head_VH.dtype))
+        ctx.mark_non_differentiable(loss_M, hit_M)
+        return (loss_M * weight_M).sum(), loss_M, hit_M
 
     @staticmethod
     def backward(ctx, grad, *_):
         dx, dw = ctx.saved_tensors
-        return None, None, None if dx is None else dx * grad, None if dw is None else dw * grad, *[None] * 5
+        return None, None, None if dx is None else dx * grad, None if dw is None else dw * grad, *[None] * 6
 
 
 def fused_loss(
     objective,
     x_MH: Tensor,
-    weight_VH: Tensor,
+    lm_head_VH: Tensor,
     teacher_NT: Tensor,
     teacher_VT: Tensor,
     at_M: Tensor,
+    label_M: Tensor,
     weight_M: Tensor,
     logit_scale: float = 1.0,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weight · objective over M rows, without ever holding their logits: (loss, loss per row [M], top draft id [M]).
+    """Σ weight · objective over M rows, without ever holding their logits: (loss, loss per row [M], hit bool [M]).
 
-    x_MH: hidden after the head's norm; weight_VH: lm_head; row m is taught by lm_head rows `teacher_VT` applied to the
-    target's last hidden `teacher_NT[at_M[m]]`. The gradients are made in the forward, chunk by chunk.
+    x_MH: hidden after the head's norm; row m is taught by the draft vocabulary's rows of the target's lm_head
+    (`teacher_VT`) applied to the target's last hidden `teacher_NT[at_M[m]]`; label_M is the draft id of its choice.
+    The gradients are made in the forward, chunk by chunk.
     """
-    return _FusedLoss.apply(objective, chunk, x_MH, weight_VH, teacher_NT, teacher_VT, logit_scale, at_M, weight_M)
+    return _FusedLoss.apply(
+        objective, chunk, x_MH, lm_head_VH, teacher_NT, teacher_VT, logit_scale, at_M, label_M, weight_M
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
