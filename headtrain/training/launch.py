@@ -1,0 +1,70 @@
+"""How the training stage is started, and how far it is. Imports nothing heavy: the parent of a run uses it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headtrain.config import RecipeConfig
+from headtrain.training.parent import PARENT, start_time
+
+TAIL = 1 << 16  # bytes of the log's end that are read for the last line
+
+
+def processes(config: RecipeConfig, gpus: Sequence[str] = ()) -> int:
+    """Processes of the training stage on each machine: `launch.gpus`, where auto = the CUDA devices, or 1 on a CPU."""
+    return max(1, len(gpus)) if config.launch.gpus == "auto" else int(config.launch.gpus)
+
+
+def command(
+    config: RecipeConfig, module_args: Sequence[str], gpus: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """(argv, additions to the environment) of the training stage.
+
+    module_args: arguments of `headtrain` that make a child train, such as ["stage", "train", "run_dir=…"].
+    gpus: the CUDA devices to use, as in CUDA_VISIBLE_DEVICES; none on a CPU. One process is started plainly, several
+    through DeepSpeed's launcher: its per-machine half here, its ssh half with `launch.hostfile`. The processes of this
+    machine end with the process that calls this function, even when it is killed.
+    Raises ValueError when launch.gpus asks for more devices than there are.
+    """
+    count, port = processes(config, gpus), str(config.launch.master_port)
+    if gpus and count > len(gpus):
+        raise ValueError(f"launch.gpus={count}: this machine has {len(gpus)} CUDA devices")
+    env = {
+        "OMP_NUM_THREADS": str(config.train.threads or max(1, len(os.sched_getaffinity(0)) // count)),
+        "TOKENIZERS_PARALLELISM": "false",
+        PARENT: f"{os.getpid()}:{start_time(os.getpid())}",
+    }
+    if not gpus:
+        env["DS_ACCELERATOR"] = "cpu"
+    python, target = [sys.executable, "-u", "-m"], ["headtrain", *module_args]
+    flags = ["--quiet", "--no_local_rank", "--module"]
+    if config.launch.hostfile:
+        hosts = ["--hostfile", str(Path(config.launch.hostfile).absolute())]
+        limit = [] if config.launch.gpus == "auto" else ["--num_gpus", str(count)]
+        return [*python, "deepspeed.launcher.runner", *hosts, *limit, "--master_port", port, *flags, *target], env
+    if count == 1:
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[0]
+        return [*python, *target], env
+    devices = [int(d) if d.isdigit() else d for d in gpus[:count]] or list(range(count))
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    where = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return [*python, "deepspeed.launcher.launch", *where, *flags, *target], env
+
+
+def status(run: Path) -> dict[str, Any] | None:
+    """The last line of training/log.jsonl (step, share, loss, tau, tokens_per_s, left_s, …), or None before the first."""
+    path = Path(run) / "training" / "log.jsonl"
+    if not path.is_file():
+        return None
+    with open(path, "rb") as handle:
+        handle.seek(max(0, path.stat().st_size - TAIL))
+        lines = handle.read().split(b"\n")[:-1]  # what follows the last newline is being written
+    return json.loads(lines[-1]) if lines and lines[-1] else None

@@ -1,0 +1,184 @@
+"""What a training run says: training/log.jsonl, a progress line, and wandb when asked."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headtrain.config import RecipeConfig
+from headtrain.files import write_text
+from headtrain.heads.base import Batch, HeadOutput
+from headtrain.training.ranks import Ranks
+
+
+class Stopwatch:
+    """Seconds spent in each part of a step. On a GPU it waits for the device only while `exact`, in steps that are logged."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.exact = device, False
+        self.clear()
+
+    def clear(self) -> None:
+        self.parts: dict[str, float] = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        self._last = time.perf_counter()
+
+    def mark(self, part: str | None) -> None:
+        """Books the time since the last mark on `part`; None starts anew without booking."""
+        if self.exact and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        if part:
+            self.parts[part] += now - self._last
+        self._last = now
+
+
+class Tally:
+    """Sums over the micro-batches since the last log line, kept on the device and added up over processes when read."""
+
+    NAMES = ("loss_D", "count_D", "correct_D", "reach_D")
+
+    def __init__(self, depths: int, device: torch.device):
+        self._sums = torch.zeros(4 * depths + 3, dtype=torch.float64, device=device)
+        self._began, self.steps = time.monotonic(), 0
+
+    def add(self, output: HeadOutput, batch: Batch) -> None:
+        loss = output.loss.detach() / batch.parts
+        rest = torch.stack([loss, torch.as_tensor(batch.ids_N.numel(), device=loss.device), batch.supervised_N.sum()])
+        self._sums += torch.cat([*(getattr(output, name).double() for name in self.NAMES), rest.double()])
+
+    def read(self, ranks: Ranks) -> dict[str, Any]:
+        """Means of the interval, over all processes; then starts a new one. Every process must call it."""
+        sums = ranks.sum(self._sums.clone()).cpu()
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        loss_D, count_D, correct_D, reach_D = sums[:-3].reshape(4, -1)
+        loss, tokens, supervised = sums[-3:].tolist()
+        steps, self.steps, self._began = max(self.steps, 1), 0, time.monotonic()
+        self._sums.zero_()
+        return {
+            "loss": loss / steps,
+            "loss_by_depth": _rounded(loss_D / count_D.clamp(min=1)),
+            "accuracy": _rounded(correct_D / count_D.clamp(min=1)),  # among pairs whose target token is in the draft vocab
+            "accuracy_all": _rounded(correct_D / reach_D.clamp(min=1)),  # a token outside the draft vocab counts as wrong
+            "tokens": int(tokens),
+            "supervised": int(supervised),
+            "tokens_per_s": round(tokens / seconds, 1),
+        }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of this process so far, GB."""
+    peak = {"peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+    if device.type == "cuda":
+        peak["peak_gpu_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
+    return peak
+
+
+class TrainLog:
+    """Rank 0's log. Lines after `step` in an existing file, which a resumed run makes again, are dropped."""
+
+    def __init__(self, config: RecipeConfig, run: Path, ranks: Ranks, step: int):
+        self.active = ranks.first
+        self.path, self._wandb, self._live = run / "training" / "log.jsonl", None, None
+        if not self.active:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():
+            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            write_text(self.path, "".join(line + "\n" for line in lines))
+        if config.logger == "wandb":
+            self._wandb = _start_wandb(config, run)
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(refresh_per_second=4)
+            self._live.start()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one line, and shows it."""
+        if not self.active:
+            return
+        with open(self.path, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+        if self._wandb:
+            flat = {key: value for key, value in record.items() if isinstance(value, int | float)}
+            flat |= {f"{k}/{i}": v for k, values in record.items() if isinstance(values, list) for i, v in enumerate(values)}
+            flat |= {f"{k}/{i}": v for k, part in record.items() if isinstance(part, dict) for i, v in part.items()}
+            self._wandb.log(flat, step=record["step"])
+        if self._live:
+            from rich.text import Text
+
+            self._live.update(Text(line(record)))
+        else:
+            print(line(record), flush=True)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # cut off by a kill
+        return float("inf")
+
+
+def _start_wandb(config: RecipeConfig, run: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError("logger=wandb: the package wandb is not installed; pip install wandb, or use logger=none") from error
+    from dataclasses import asdict
+
+    folder, name = run / "training", run.resolve().name
+    shown = {"head": asdict(config.head), "train": asdict(config.train), "seed": config.seed}
+    shown["head"].pop("init_from")  # may be a local path
+    return wandb.init(project="headtrain", name=name, dir=str(folder), config=shown, id=_wandb_id(folder), resume="allow")
+
+
+def _wandb_id(folder: Path) -> str:
+    """The same id after a restart, so that a resumed run goes on in its own curve."""
+    path = folder / "wandb-id.txt"
+    if not path.is_file():
+        import uuid
+
+        write_text(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def line(record: dict[str, Any]) -> str:
+    """One line for a person: step, loss, speed, acceptance on validation rows, time left."""
+    words = [f"step {record['step']}", f"{100 * record['share']:3.0f} %"]
+    if "loss" in record:
+        words.append(f"loss {record['loss']:.4f}")
+    if record.get("accuracy"):
+        words.append(f"top-1 {_percent(record['accuracy'])}")
+    if record.get("tau") is not None:
+        words.append(f"valid τ {record['tau']:.3f} (α {_percent(record['alpha'])})")
+    if "tokens_per_s" in record:
+        words.append(f"{record['tokens_per_s']:.0f} tokens/s")
+    if record.get("left_s") is not None:
+        words.append(f"{record['left_s'] / 60:.1f} min left")
+    return "  ".join(words)
+
+
+def _percent(values: Sequence[float]) -> str:
+    return "/".join(f"{100 * value:.0f}" for value in values) + " %"

@@ -1,0 +1,160 @@
+"""Learning-rate schedules, the training clock, and the optimizers as DeepSpeed runs them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from headtrain.config import TrainConfig
+
+WSD_DECAY = 0.2  # the last share of a wsd schedule, in which lr falls
+
+
+def lr_at(step: float, total: float, warmup: float, kind: str, min_lr: float = 0.0) -> float:
+    """The share of the peak learning rate after `step` of `total` optimizer steps.
+
+    step: 0 … total, whole or (in a run with a time budget) not. warmup: steps of the linear rise from 0.
+    kind: cosine | linear | wsd (flat, then linear over the last fifth) | constant. min_lr: share of the peak at the end;
+    `constant` never falls.
+    """
+    if step < warmup:
+        return step / warmup
+    if kind == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(total - warmup, 1e-12))
+    if kind == "cosine":
+        shape = 0.5 * (1 + math.cos(math.pi * done))
+    elif kind == "linear":
+        shape = 1 - done
+    elif kind == "wsd":
+        falling = max(total - warmup, 1e-12) / max(WSD_DECAY * total, 1e-12)
+        shape = min(1.0, (1 - done) * falling)
+    else:
+        raise ValueError(f"train.schedule={kind}: known are cosine, linear, wsd, constant")
+    return min_lr + (1 - min_lr) * shape
+
+
+class Clock:
+    """How far a run is, by steps and by time.
+
+    steps: optimizer steps of the whole run, or None; seconds: budget of training wall time, or None; elapsed: seconds
+    used before a resume. Only rank 0's reading counts; the trainer broadcasts it.
+    """
+
+    def __init__(self, steps: int | None, seconds: float | None, warmup: float, elapsed: float = 0.0):
+        if steps is None and seconds is None:
+            raise ValueError("how long to train is not set: give train.epochs, train.steps or train.seconds")
+        self.steps, self.seconds, self.warmup = steps, seconds, warmup
+        self._before, self._start = elapsed, time.monotonic()
+        self.reserve = 0.0  # seconds the end of the run needs (a last evaluation)
+
+    @property
+    def elapsed(self) -> float:
+        return self._before + time.monotonic() - self._start
+
+    def progress(self, step: int) -> float:
+        """0 … 1 after `step` optimizer steps: the further of steps and time."""
+        by_steps = step / self.steps if self.steps else 0.0
+        budget = max((self.seconds or 0.0) - self.reserve, 1e-9)
+        return min(1.0, max(by_steps, self.elapsed / budget if self.seconds else 0.0))
+
+    def share(self, progress: float, step: int, kind: str, min_lr: float) -> float:
+        """The share of the peak learning rate for optimizer step number `step` (1, 2, …)."""
+        if self.seconds is None:
+            return lr_at(step, self.steps, round(self.warmup * self.steps), kind, min_lr)
+        return lr_at(max(progress, 1e-3 * self.warmup), 1.0, self.warmup, kind, min_lr)
+
+
+def peak_lr(group: dict[str, Any], config: TrainConfig) -> float:
+    return config.muon_lr if group.get("use_muon") else config.lr
+
+
+def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Muon takes 2-D hidden weights; embeddings, the output matrix and norms stay with AdamW."""
+    return parameter.dim() == 2 and not any(word in name for word in ("lm_head", "embed"))
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """ValueError where DeepSpeed runs an optimizer in a way that changes what it means."""
+    if config.optimizer == "muon" and config.zero_stage > (1 if config.precision == "bf16" else 0):
+        raise ValueError(
+            f"train.optimizer=muon with train.zero_stage={config.zero_stage} and train.precision={config.precision}: there "
+            "DeepSpeed clips Muon's orthogonalised update instead of the gradient; use train.zero_stage=0 (or 1 in bf16)"
+        )
+
+
+def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the hidden matrices with AdamW for the rest. Norm weights are not decayed."""
+    check_optimizer(config)
+    named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    adam = {"lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8}
+    for name, p in named:
+        p.use_muon = config.optimizer == "muon" and is_muon_matrix(name, p)
+    groups = []
+    for is_matrix, decay in ((True, config.weight_decay), (False, 0.0)):
+        chosen = [p for _, p in named if not p.use_muon and (p.dim() > 1) is is_matrix]
+        if chosen:
+            groups.append({"params": chosen, "weight_decay": decay, **adam})
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, fused=True)
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    for group in groups:
+        group["use_muon"] = False
+    muon = {
+        "params": [p for _, p in named if p.use_muon],
+        "use_muon": True,
+        "lr": config.muon_lr,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.weight_decay,
+    }
+    if not muon["params"]:
+        raise ValueError("train.optimizer=muon: this head has no hidden matrix for Muon; use train.optimizer=adamw")
+    return MuonWithAuxAdam([*groups, muon], adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={})
+
+
+def engine_config(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    bf16 keeps fp32 masters and accumulates gradients in fp32. DeepSpeed has no replicated form of that, so stage 0 in
+    bf16 runs its stage-1 optimizer, which gives the same weights (and is the same thing with one process).
+    """
+    stage = config.zero_stage
+    if config.precision == "fp16":
+        raise ValueError("train.precision=fp16: heads overflow in fp16; use train.precision=bf16, or fp32")
+    if config.precision == "bf16" and stage == 0:
+        stage = 1
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.accumulate,
+        # at stage 0 `guard` clips, since DeepSpeed neither reports the norm nor skips a bad step there
+        "gradient_clipping": config.clip if stage else 0.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+    }
+    if config.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+class Guard:
+    """Gives a plain fp32 optimizer (stage 0) what ZeRO's have: clipping by the global norm, and no step on a bad one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: float):
+        self.clip, self.norm, self._step = clip, math.nan, optimizer.step
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.step = self.step
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self.norm = float(nn.utils.get_total_norm(gradients))
+        if not math.isfinite(self.norm):
+            return
+        if self.clip:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, torch.tensor(self.norm))
+        self._step(*args, **kwargs)

@@ -1,0 +1,110 @@
+"""The processes of a training run: joining them, adding up over them, keeping DeepSpeed quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headtrain.training.parent import end_with_parent
+
+PATIENCE = timedelta(minutes=30)  # a collective that waits longer means that another process is gone or stuck
+
+
+@dataclass
+class Ranks:
+    """This process among the others of the run."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place. Every process must call it."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every process."""
+        if self.world == 1:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, device=self.device)
+        return holder[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in rank order, on every process."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def join(device: str = "auto", threads: int | None = None) -> Ranks:
+    """Joins the run that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* describe; without them a run of one process."""
+    end_with_parent()
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    os.environ.setdefault("LOCAL_RANK", "0")
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if threads:
+        torch.set_num_threads(threads)
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
+    with quiet():
+        import deepspeed
+
+        if not on_gpu:  # its CPU collectives would be compiled for a minute at the first start; gloo has them
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        local = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(local)
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", timeout=PATIENCE, verbose=False)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Swallows DeepSpeed's chatter. What was printed is shown when the block fails; warnings of errors still log."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    heard = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(heard):
+            yield
+    except BaseException:
+        print(heard.getvalue(), end="")
+        raise
+    finally:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # skipped steps are reported by the trainer
