@@ -78,8 +78,7 @@ def workers(config: RecipeConfig) -> list[dict[str, str]]:
         count = len(gpus) or cores
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} for n in range(count)]
-    threads = str(max(1, cores // count))
-    return [{"OMP_NUM_THREADS": threads} for _ in range(count)]
+    return [{"OMP_NUM_THREADS": str(max(1, cores // count)), "DS_ACCELERATOR": "cpu"} for _ in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------- running them
@@ -95,16 +94,14 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
         for child in children:
             started.append(_start(child))
         with _display(label) as show:
-            while any(process.poll() is None for process in started):
+            running = True
+            while running:
+                running = any(process.poll() is None for process in started)
                 for child, process in zip(children, started, strict=True):
-                    if process.poll() not in (None, 0):
+                    if process.returncode:
                         raise StageFailed(last_words(label, child.log, process.returncode))
                 show(poll())
-                time.sleep(POLL)
-            show(poll())
-        for child, process in zip(children, started, strict=True):
-            if process.returncode:
-                raise StageFailed(last_words(label, child.log, process.returncode))
+                time.sleep(POLL if running else 0)
     finally:
         _end(started)
         signal.signal(signal.SIGTERM, before)

@@ -22,6 +22,7 @@ from headtrain.files import Manifest, claimed, fingerprint, read_json, write_tex
 
 DATA = ("prompts", "responses", "captures")
 RESULT = "report/report.json"
+LIGHT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # the environment of stages that need no device
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -183,7 +184,7 @@ class Job:
         for stage in wanted:
             if not self.complete(stage):
                 raise ConfigError(
-                    f"{self.run / stage} is missing, unfinished, or made with other settings; `headtrain generate` makes it"
+                    f"{self.run / stage} is missing, unfinished, or of other settings; `headtrain generate` makes it"
                 )
 
     def open(self, stage: str) -> bool:
@@ -219,48 +220,64 @@ class Job:
             return
         if "training" in missing and not any(vars(self.config.train)[key] for key in ("epochs", "steps", "seconds")):
             raise ConfigError("train.epochs, train.steps and train.seconds are all empty: set one of them")
+        if "prompts" in missing and not self.config.data.prompts:
+            raise ConfigError("data.prompts is empty: name at least one source, e.g. data.prompts=my.jsonl")
         self.write_config()
-        first = ["smoke_target"] if self.config.smoke and not (self.run / "target" / "config.json").is_file() else []
-        first.append("check")
-        if "prompts" in missing:
-            if not self.config.data.prompts:
-                raise ConfigError("data.prompts is empty: name at least one source, e.g. data.prompts=my.jsonl")
-            self.open("prompts")
-            first.append("prompts")
-        self.children(first, [{"OMP_NUM_THREADS": "1"}], Progress)
-        for stage in missing:
-            if stage != "prompts" and not self.open(stage):
-                getattr(self, f"_{stage}", self._shared)(stage)
-                if not self.complete(stage):
-                    raise ConfigError(f"{self.run / stage} did not become complete; its log is in {self.run / 'logs'}")
+        for stages, environments in self.groups(missing):
+            todo = [stage for stage in stages if stage not in identity.STAGES or not self.open(stage)]
+            if todo == ["training"]:
+                self._train()
+            elif todo:
+                self.start(todo, environments)
+            for stage in todo:
+                if stage in identity.STAGES and not self.complete(stage):
+                    raise ConfigError(f"{self.run / stage} did not become complete; logs are in {self.run / 'logs'}")
 
-    def children(self, stages: list[str], environments: list[dict[str, str]], poll: Callable[[], Progress]) -> None:
+    def groups(self, missing: list[str]) -> list[tuple[list[str], list[dict[str, str]]]]:
+        """(stages one after another in a process, environment of each such process), in the order to run them."""
+        many = children.workers(self.config)
+        answering = many if self.config.data.responses.backend == "local" else many[:1]
+        first = ["smoke_target"] if self.config.smoke and not (self.run / "target" / "config.json").is_file() else []
+        groups = [
+            ([*first, "check", "prompts"], [LIGHT]), (["responses"], answering), (["captures"], many),
+            (["training"], []), (["report"], many), (["export"], [LIGHT]),
+        ]  # fmt: skip
+        if len(many) == 1:  # one process loads its libraries once
+            groups = [
+                ([*first, "check", *DATA], many), (["training"], []), (["report", "export"], many)
+            ]  # fmt: skip
+        wanted = {*missing, "smoke_target", "check"}
+        kept = [([stage for stage in stages if stage in wanted], environments) for stages, environments in groups]
+        return [group for group in kept if group[0]]
+
+    def start(self, stages: list[str], environments: list[dict[str, str]]) -> None:
         """Runs the stages one after another in each of the given processes."""
+        if "responses" in stages and "captures" not in stages:
+            self.open("captures")  # they are written along
         argv = children.python("stage", ",".join(stages), f"run_dir={self.run}", f"workers={len(environments)}")
         logs = [self.run / "logs" / f"{stages[-1]}-{n}.log" for n in range(len(environments))]
         each = [Child(argv, log, env) for log, env in zip(logs, environments, strict=True)]
-        label = stages[-1] + (f" ({len(each)} processes)" if len(each) > 1 else "")
-        children.run(each, label, poll)
+        label = ", ".join(stage.replace("_", " ") for stage in stages)
+        children.run(each, label + (f" ({len(each)} processes)" if len(each) > 1 else ""), self._poll(stages))
 
-    def _shared(self, stage: str) -> None:
-        """responses, captures, report: as many processes as there are workers."""
-        environments = children.workers(self.config)
-        if stage == "responses" and self.config.data.responses.backend == "given":
-            environments = environments[:1]
-        elif stage == "responses":
-            self.open("captures")  # they are written along
-        self.children([stage], environments, progress_of(self.run, stage))
+    def _poll(self, stages: list[str]) -> Callable[[], Progress]:
+        """The progress of the first of these stages that is not complete."""
+        looks = {stage: progress_of(self.run, stage) for stage in stages if stage in identity.STAGES}
 
-    def _export(self, stage: str) -> None:
-        self.children([stage], [{"OMP_NUM_THREADS": "1"}], Progress)
+        def now() -> Progress:
+            current = next((stage for stage in looks if not self.complete(stage)), None)
+            return looks[current]() if current else Progress()
 
-    def _training(self, stage: str) -> None:
+        return now
+
+    def _train(self) -> None:
         """One process, or DeepSpeed's launcher, which starts the others."""
         from headtrain.training.launch import command
 
-        argv, env = command(self.config, self.run, ["stage", "training", f"run_dir={self.run}"])
-        child = Child(argv, self.run / "logs" / "training-0.log", env)
-        children.run([child], "training", progress_of(self.run, stage))
+        gpus = [] if self.config.target.device == "cpu" else children.gpu_ids()
+        argv, env = command(self.config, ["stage", "training", f"run_dir={self.run}"], gpus)
+        log = self.run / "logs" / "training-0.log"
+        children.run([Child(argv, log, env)], "training", progress_of(self.run, "training"))
 
 
 # ------------------------------------------------------------------------------------------------- progress
@@ -281,6 +298,8 @@ def _responses(run: Path) -> Callable[[], Progress]:
 def _captures(run: Path) -> Callable[[], Progress]:
     from headtrain.data_gen import capture
 
+    if not Manifest(run / "responses").data.get("complete"):
+        return lambda: Progress(words="written along with the responses")
     return _rated(lambda: capture.status(run / "responses", run / "captures"))
 
 
@@ -302,27 +321,19 @@ def _rated(look: Callable[[], dict]) -> Callable[[], Progress]:
 
 
 def _training(run: Path) -> Callable[[], Progress]:
-    path = run / "training" / "log.jsonl"
+    from headtrain.training import launch
 
     def now() -> Progress:
-        if not path.is_file():
+        row = launch.status(run)
+        if row is None:
             return Progress()
-        with open(path, "rb") as handle:
-            handle.seek(max(0, path.stat().st_size - 8192))
-            lines = handle.read().decode(errors="replace").splitlines()
-        for line in reversed(lines):
-            with contextlib.suppress(json.JSONDecodeError):
-                return _training_line(json.loads(line))
-        return Progress()
+        words = [f"step {row['step']}"] if "step" in row else []
+        words += [f"loss {row['loss']:.3f}"] if isinstance(row.get("loss"), float) else []
+        words += [f"tau {row['tau']:.3f}"] if isinstance(row.get("tau"), float) else []
+        words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row.get("tokens_per_s") else []
+        return Progress(row.get("share") or 0, 1.0, ", ".join(words))
 
     return now
-
-
-def _training_line(row: dict) -> Progress:
-    words = [f"step {row['step']}"] if "step" in row else []
-    words += [f"loss {row['loss']:.3f}"] if isinstance(row.get("loss"), float) else []
-    words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row.get("tokens_per_s") else []
-    return Progress(row.get("progress", 0), 1.0 if "progress" in row else None, ", ".join(words))
 
 
 def _report(run: Path) -> Callable[[], Progress]:
