@@ -85,10 +85,9 @@ class DataConfig:
 class HeadSection:
     type: str = "eagle3"  # kind of head
     taps: list[int] | None = None  # None: [2, L//2, L-3]
-    layers: int = 1  # blocks of the head
+    layers: int = 1  # blocks of the head; eagle3 has 1
     unroll: int = 7  # draft steps that training simulates
     draft_vocab: Any = 32000  # a size, or "full"
-    hidden: int | None = None  # None: the target's
     intermediate: int | None = None  # None: the target's
     heads: int | None = None  # None: the target's
     kv_heads: int | None = None  # None: the target's
@@ -111,7 +110,7 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
     weight_decay: float = 0.0  # on matrices; norms are never decayed
     muon_lr: float = 1e-3  # peak learning rate of the matrices that optimizer=muon updates
-    muon_momentum: float = 0.95
+    muon_momentum: float = 0.95  # of optimizer=muon
     clip: float = 0.5  # largest gradient norm; 0 = no clipping
     warmup: float = 0.02  # share of the steps
     schedule: str = "cosine"  # cosine | linear | wsd | constant
@@ -231,10 +230,10 @@ RULES: dict[str, Rule] = {
     "data.captures.dtype": _DTYPE,
     "head.type": _one_of("eagle3"),
     "head.taps": _COUNT,
-    "head.layers": _COUNT,
+    "head.layers": _one_of(1),
     "head.unroll": _number(1, 64),
     "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
-    **{f"head.{key}": _COUNT for key in ("hidden", "intermediate", "heads", "kv_heads", "head_dim")},
+    **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
     "train.epochs": _number(0, open_low=True),
     "train.steps": _COUNT,
     "train.seconds": _number(0, open_low=True),
@@ -244,6 +243,8 @@ RULES: dict[str, Rule] = {
     "train.optimizer": _one_of("adamw", "muon"),
     "train.betas": Rule(lambda value: 0 <= value < 1, "two numbers, each 0 or more and below 1"),
     "train.weight_decay": _number(0),
+    "train.muon_lr": _number(0, open_low=True),
+    "train.muon_momentum": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
     "train.muon_lr": _number(0, open_low=True),
     "train.muon_momentum": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
     "train.clip": _number(0),
@@ -259,11 +260,13 @@ RULES: dict[str, Rule] = {
     "train.eval_every": _COUNT,
     "train.eval_rows": _COUNT,
     "train.log_every": _COUNT,
+    "train.log_every": _COUNT,
     "train.threads": _COUNT,
     "eval.limit": _COUNT,
     "eval.k": _number(1, 64),
     "eval.temperature": _number(0),
     "eval.top_p": _number(0, 1, open_low=True),
+    "eval.top_k": _number(0),
     "eval.top_k": _number(0),
     "eval.batch": _COUNT,
     "eval.drafters": _one_of("head", "ngram", "head+ngram"),

@@ -35,7 +35,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.data.responses.max_new_tokens, small.data.responses.batch_tokens = 24, 2048
     head, train = small.head, small.train
     head.draft_vocab = "full" if config.head.draft_vocab == "full" else 128
-    head.hidden = head.intermediate = head.heads = head.kv_heads = head.head_dim = head.init_from = None
+    head.intermediate = head.heads = head.kv_heads = head.head_dim = head.init_from = None
     if head.taps is not None:
         head.taps = [2, 4, 5][: len(head.taps)]
     head.unroll = min(head.unroll, 3)

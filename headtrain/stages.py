@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headtrain.config import ConfigError, RecipeConfig, TargetConfig
-from headtrain.files import Manifest, locked, write_json
+from headtrain.files import Manifest, locked, read_json, write_json
 
 
 def run_stages(arguments: list[str]) -> int:
@@ -187,9 +187,13 @@ def marked(tokenizer: Any, ids: list[int], supervised: list[bool]) -> str:
 # ------------------------------------------------------------------------------------------------- head
 
 def training(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
+    """Every process of the training stage comes here; the first one completes the manifest."""
     from headtrain.training.trainer import train
 
     train(config, run)
+    if os.environ.get("RANK", "0") == "0":
+        best = read_json(run / "training" / "best.json")
+        Manifest(run / "training").finish({key: value for key, value in best.items() if isinstance(value, int | float)})
 
 
 def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
