@@ -58,6 +58,7 @@ class StateBuffers:
         self.argmax_BS[rows, slots] = argmax_N.int()
         self.logsumexp_BS[rows, slots] = logsumexp_N
 
+    @torch.inference_mode()
     def flat(self) -> dict[str, Tensor]:
         """Rows one after another, on the CPU: the tensors of a capture file. The last position of a row is zeros."""
         ends = (torch.arange(len(self.lengths_B), device=self.lengths_B.device), self.lengths_B - 1)
