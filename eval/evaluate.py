@@ -122,7 +122,11 @@ def work(
     """
     from headtrain.eval.decoder.drafters import make_drafter
     from headtrain.eval.decoder.verify import Sampling
+    from headtrain.packed import pack_linears
 
+    for model in (target.model, head):
+        if model is not None:
+            pack_linears(model.requires_grad_(False))
     (Path(folder) / "units").mkdir(parents=True, exist_ok=True)
     facts = {"dtype": str(target.dtype).removeprefix("torch."), "template": template_mark(target)}
     facts |= {"device": target.device.type, "concurrent_workers": workers}
