@@ -6,8 +6,11 @@ are translated here and nowhere else. No engine and no torch is imported.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "tensorrt_llm": "1.2", "llama_cpp": "b11434"}
 
@@ -43,6 +46,20 @@ def check_taps(taps: Sequence[int], num_layers: int) -> list[int]:
     if len(set(taps)) < len(taps):
         raise TapsError(f"head.taps={taps}: a tap is named twice; engines drop the copy, and then fc does not fit")
     return sorted(taps)
+
+
+def serve_command(engine: str, target: str, head: str, k: int) -> str:
+    """The shell command that serves `target` with an exported head drafting k tokens a step."""
+    if engine != "vllm":
+        raise ValueError(f"no serve command is known for engine {engine!r}; known: vllm")
+    spec = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": k})
+    return f"vllm serve {target} --speculative-config '{spec}'"
+
+
+def servable_name(model: str | None) -> str:
+    """The target as a serve command names it: a Hub id as it is; what lies on one machine only becomes TARGET."""
+    model = model or ""
+    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else "TARGET"
 
 
 # ------------------------------------------------------------------------------------------------ numberings

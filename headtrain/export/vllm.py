@@ -8,13 +8,13 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from headtrain.engines import servable_name, serve_command
 from headtrain.export import ExportError
 from headtrain.export.contracts import FLOATS, faults, load_contract, notes
 from headtrain.files import fsync_folder, read_json, sha256_file
@@ -95,21 +95,9 @@ def _known(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def serve_command(target: str, k: int) -> str:
-    """The shell command that serves `target` with the head drafting k tokens a step."""
-    spec = json.dumps({"method": "eagle3", "model": "HEAD_FOLDER", "num_speculative_tokens": k})
-    return f"vllm serve {target} --speculative-config '{spec}'"
-
-
-def target_name(target_info: dict[str, Any]) -> str:
-    """A Hub id as it is; anything that lies on one machine only becomes TARGET."""
-    model = str(target_info.get("model") or "")
-    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists() else "TARGET"
-
-
 def readme(config: dict[str, Any], target_info: dict[str, Any], row: dict | None, version: str, dtype: str) -> str:
     """README.md of the export; `row` is the report's result to quote, if there is one."""
-    ours, target = config["headtrain"], target_name(target_info)
+    ours, target = config["headtrain"], servable_name(target_info.get("model"))
     k = row["k"] if row else 3
     lines = [
         "# EAGLE-3 draft head for vLLM",
@@ -118,7 +106,7 @@ def readme(config: dict[str, Any], target_info: dict[str, Any], row: dict | None
         + (", and TARGET by the model the head was trained for:" if target == "TARGET" else ":"),
         "",
         "```",
-        serve_command(target, k),
+        serve_command("vllm", target, "HEAD_FOLDER", k),
         "```",
         "",
         f"- taps: {ours['taps']} of {ours['target_layers']} blocks (residual stream after that many blocks)",
