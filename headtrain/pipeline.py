@@ -127,7 +127,7 @@ def result(run: Path) -> str:
     """The table of the run's report."""
     from headtrain.eval.report import table
 
-    return table(read_json(run / RESULT))
+    return table(read_json(run / RESULT), run)
 
 
 def _counts(folder: Path) -> str:
