@@ -1,7 +1,7 @@
 """Linear layers of a frozen model in oneDNN's own weight layout, for CPUs.
 
-torch's default matrix product re-reads a plain weight matrix badly when there are few rows, as in decoding: verifying six
-tokens of SmolLM2-135M at batch 1 took 1.7 times as long as one. With weights re-ordered once, ahead, it takes the same.
+torch's default product is slow for a few rows, as in decoding: verifying six tokens of SmolLM2-135M at batch 1 took 1.6
+times as long as one. With weights re-ordered once, ahead, it takes about the same.
 """
 
 from __future__ import annotations
