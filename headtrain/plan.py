@@ -1,0 +1,330 @@
+"""`headtrain plan`: GPU memory, disk and time of a run, from the recipe's shape facts alone. Loads no weights.
+
+Every figure is a formula below; what it assumes is printed with it. Sizes are decimal (1 GB = 1e9 bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from headtrain.config import ConfigError, RecipeConfig, ShapeConfig
+from headtrain.files import free_bytes, locate
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
+LOGITS = 256 << 20  # full-vocabulary float32 logits that the data stages hold at a time
+ASSUMED_GPU = 80e9  # bytes, when no GPU is here to ask
+PROMPT_TOKENS = 250  # of one prompt, template included
+GPU_FLOPS, GPU_BANDWIDTH = 300e12, 2.0e12  # sustained by one H100-class GPU in bf16: matrix products, memory reads
+CPU_FLOPS = 50e9  # sustained by one core
+CONFIG_NAMES = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+}  # fmt: skip
+
+
+@dataclass
+class Model:
+    """Parameter counts of a dense target and of its head."""
+
+    shape: ShapeConfig
+    taps: int
+    draft_vocab: int
+    head_heads: int
+    head_kv_heads: int
+    head_dim: int
+    head_intermediate: int
+
+    @property
+    def target(self) -> int:
+        s = self.shape
+        attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
+        block = attention + 3 * s.hidden * s.intermediate + 2 * s.hidden
+        return s.layers * block + s.hidden + 2 * s.vocab * s.hidden
+
+    @property
+    def kv_per_token(self) -> int:
+        """Numbers of the key/value cache per token."""
+        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+
+    @property
+    def head(self) -> int:
+        """fc, one block whose attention reads 2 x hidden, the norms, lm_head over the draft vocabulary."""
+        h = self.shape.hidden
+        attention = 2 * h * self.head_dim * (self.head_heads + 2 * self.head_kv_heads)
+        attention += self.head_heads * self.head_dim * h
+        return self.taps * h * h + attention + 3 * h * self.head_intermediate + 4 * h + self.draft_vocab * h
+
+    @property
+    def frozen(self) -> int:
+        """Lent to the head while it trains: the target's embedding, and lm_head's rows of the draft vocabulary."""
+        return (self.shape.vocab + self.draft_vocab) * self.shape.hidden
+
+
+def shape_of(config: RecipeConfig) -> ShapeConfig:
+    """The recipe's shape, completed from the model's config.json where one is within reach without the network.
+
+    ConfigError when they disagree, or when neither says enough.
+    """
+    shape, own = config.target.shape, reachable_config(config)
+    for key, name in CONFIG_NAMES.items():
+        written, stated = getattr(shape, key), own.get(name)
+        if written is not None and stated is not None and written != stated:
+            raise ConfigError(f"target.shape.{key}={written}: {config.target.model} has {stated}; correct the recipe")
+        setattr(shape, key, written if written is not None else stated)
+    shape.kv_heads = shape.kv_heads or shape.heads
+    if shape.head_dim is None and shape.hidden and shape.heads:
+        shape.head_dim = shape.hidden // shape.heads
+    missing = [f"target.shape.{key}" for key, value in vars(shape).items() if value is None]
+    if missing:
+        raise ConfigError(f"plan needs {', '.join(missing)}: write them into the recipe (see the model's config.json)")
+    return shape
+
+
+def reachable_config(config: RecipeConfig) -> dict:
+    """config.json of a model folder or of the local Hub cache; empty when there is none."""
+    if not config.target.model:
+        return {}
+    path = Path(locate(config.target.model)).expanduser() / "config.json"
+    if not path.is_file() and config.target.model.count("/") == 1 and ":" not in config.target.model:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(config.target.model, "config.json", revision=config.target.revision)
+        path = Path(found) if isinstance(found, str) else path
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content.get("text_config", content)
+
+
+def model_of(config: RecipeConfig) -> Model:
+    shape, head = shape_of(config), config.head
+    return Model(
+        shape=shape,
+        taps=len(head.taps) if head.taps is not None else 3,
+        draft_vocab=shape.vocab if head.draft_vocab == "full" else int(head.draft_vocab),
+        head_heads=head.heads or shape.heads,
+        head_kv_heads=head.kv_heads or shape.kv_heads,
+        head_dim=head.head_dim or shape.head_dim,
+        head_intermediate=head.intermediate or shape.intermediate,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- estimates
+
+def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> dict[str, float]:
+    """Bytes on one GPU while the head trains, by part, at a ZeRO stage over `gpus` processes."""
+    width = BYTES[config.train.precision]
+    shard = [1 / gpus if zero >= stage else 1.0 for stage in (1, 2, 3)]
+    state = 12 if width == 2 else 8  # Adam's two moments in fp32, and fp32 masters beside 16-bit weights
+    s, tokens = model.shape, config.train.batch_tokens
+    per_token = config.head.unroll * (14 * s.hidden + 4 * model.head_intermediate) + (model.taps + 1) * s.hidden
+    return {
+        "weights": model.head * width * shard[2],
+        "gradients": model.head * width * shard[1],
+        "optimizer": model.head * state * shard[0],
+        "frozen": model.frozen * width,
+        "activations": tokens * per_token * width + LOGITS,
+    }
+
+
+def data_bytes(model: Model, config: RecipeConfig) -> dict[str, float]:
+    """Bytes of one process that answers prompts: weights, the cache of one batch, the states it keeps, logits."""
+    width, tokens = BYTES[config.target.dtype], config.data.responses.batch_tokens
+    kept = (model.taps + 1) * model.shape.hidden * BYTES[config.data.captures.dtype]
+    return {
+        "weights": model.target * width, "cache": tokens * model.kv_per_token * width, "states": tokens * kept,
+        "logits": LOGITS,
+    }  # fmt: skip
+
+
+def rows_of(config: RecipeConfig) -> int | None:
+    """Prompts, when every source has a limit."""
+    limits = [source.limit for source in config.data.prompts]
+    return sum(limits) if limits and all(limits) else None
+
+
+def row_tokens(config: RecipeConfig) -> int:
+    """Tokens of a row, at most."""
+    if config.data.responses.backend == "given":
+        return config.data.max_length
+    return min(config.data.max_length, PROMPT_TOKENS + config.data.responses.max_new_tokens)
+
+
+@dataclass
+class Devices:
+    """What a run would use: CUDA devices (0 = a CPU), bytes of one, CPU cores."""
+
+    gpus: int
+    bytes: float
+    measured: bool
+    cores: int
+
+
+def devices_of(config: RecipeConfig) -> Devices:
+    found, cores = gpu_bytes(), len(os.sched_getaffinity(0))
+    asked = None if config.launch.gpus == "auto" else int(config.launch.gpus)
+    if found:
+        return Devices(asked or len(found), min(found), True, cores)
+    small = model_of(config).target < 1e9
+    return Devices(0 if small and asked is None else asked or 8, ASSUMED_GPU, False, cores)
+
+
+def gpu_bytes() -> list[float]:
+    """Memory of every GPU here, in bytes."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    out = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return [float(line) * 2**20 for line in out.split("\n") if line.strip().isdigit()]
+
+
+def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> dict[str, float | None]:
+    """Seconds of answering and of training, for `rows` rows of the longest length."""
+    total, new = rows * row_tokens(config), rows * min(config.data.responses.max_new_tokens, row_tokens(config))
+    passes = config.train.epochs
+    flops_per_trained = 6 * model.head * (1 + 0.8 * (config.head.unroll - 1))
+    if devices.gpus == 0:
+        speed = CPU_FLOPS * devices.cores
+        answering = 2 * model.target * total / speed
+        training = total * (passes or 0) * flops_per_trained / CPU_FLOPS
+    else:
+        together = max(1, config.data.responses.batch_tokens // row_tokens(config))
+        step = max(
+            model.target * BYTES[config.target.dtype] / GPU_BANDWIDTH, 2 * model.target * together / GPU_FLOPS
+        )
+        answering = new / together * step / devices.gpus + 2 * model.target * (total - new) / GPU_FLOPS / devices.gpus
+        training = total * (passes or 0) * flops_per_trained / GPU_FLOPS / devices.gpus
+    return {"answering": answering, "training": config.train.seconds or (training if passes else None)}
+
+
+# ------------------------------------------------------------------------------------------------- the text
+
+def text(config: RecipeConfig) -> str:
+    """The whole plan as text."""
+    model, devices = model_of(config), devices_of(config)
+    s = model.shape
+    lines = [
+        f"plan for {config.target.model or config.target.family} "
+        f"({s.layers} blocks, hidden {s.hidden}, vocabulary {s.vocab:,}); no weights were loaded",
+        "",
+        f"target     {count(model.target)} parameters (counted as dense and untied), "
+        f"{size(model.target * BYTES[config.target.dtype])} in {config.target.dtype}; cache {size(model.kv_per_token * BYTES[config.target.dtype])} per token",
+        f"head       {count(model.head)} parameters ({config.head.type}, {model.taps} taps, draft vocabulary "
+        f"{model.draft_vocab:,}), {size(model.head * 2)} as served in bfloat16",
+    ]
+    for part in (_data_lines, _training_lines, _disk_lines, _time_lines):
+        lines += ["", *part(model, config, devices)]
+    return "\n".join(lines)
+
+
+def _data_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
+    parts = data_bytes(model, config)
+    total = sum(parts.values())
+    lines = [
+        f"responses and captures, one process ({config.data.responses.batch_tokens:,} tokens a batch): "
+        f"{size(total)}",
+        "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items()),
+    ]
+    if devices.gpus == 0:
+        return [*lines, f"  on a CPU: {devices.cores} cores, each process needs that much memory"]
+    if total <= devices.bytes:
+        return [*lines, f"  fits one GPU of {size(devices.bytes)}{_origin(devices)}: one process per GPU"]
+    spare = devices.bytes - (parts["weights"] + parts["logits"])
+    if spare > 0:
+        tokens = int(spare / ((parts["cache"] + parts["states"]) / config.data.responses.batch_tokens))
+        return [*lines, f"  too much for one GPU of {size(devices.bytes)}{_origin(devices)}: lower "
+                        f"data.responses.batch_tokens to {tokens:,}"]  # fmt: skip
+    need = -(-total // (0.9 * devices.bytes))
+    return [
+        *lines,
+        f"  too much for one GPU of {size(devices.bytes)}{_origin(devices)}: it takes {need:.0f} of them together, "
+        "which this version does not do for one target;",
+        "  use a quantised or smaller target, or GPUs with more memory",
+    ]
+
+
+def _origin(devices: Devices) -> str:
+    return "" if devices.measured else " (assumed; none is here)"
+
+
+def _training_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
+    count_of = max(1, devices.gpus)
+    lines = [
+        f"training on {count_of} {'GPU' if devices.gpus else 'CPU process'}{'s' if count_of > 1 else ''}, per process "
+        f"({config.train.batch_tokens:,} tokens, unroll depth {config.head.unroll}, {config.train.precision}):",
+        "  ZeRO   weights  gradients  optimizer  frozen   activations  together",
+    ]  # fmt: skip
+    for zero in range(4):
+        parts = training_bytes(model, config, count_of, zero)
+        cells = "  ".join(
+            size(parts[name]).rjust(width)
+            for name, width in (("weights", 8), ("gradients", 9), ("optimizer", 9), ("frozen", 7), ("activations", 11))
+        )
+        chosen = "  <- train.zero_stage" if zero == config.train.zero_stage else ""
+        fits = "" if not devices.gpus or sum(parts.values()) <= devices.bytes else "  does not fit"
+        lines.append(f"  {zero}     {cells}  {size(sum(parts.values())):>8}{fits}{chosen}")
+    return lines
+
+
+def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
+    from headtrain.data_gen.capture import bytes_per_token
+
+    token = bytes_per_token(model.shape.hidden, model.taps, config.data.captures.dtype)
+    tokens, rows, free = row_tokens(config), rows_of(config), free_bytes(config.run_dir or ".")
+    total = token * tokens * (rows or 10_000)
+    lines = [
+        f"captures   {token:,} B per token ({model.taps} taps + last hidden, {config.data.captures.dtype}), "
+        f"{token * tokens:,} B per row of {tokens:,} tokens",
+        f"           at most {size(total)} for {'all' if rows else 'every'} {rows or 10_000:,} rows; free: {size(free)}",
+    ]
+    if rows and total > free:
+        lines.append(
+            "           TOO LITTLE SPACE: fewer rows (data.prompts limit), shorter rows (data.max_length, "
+            "data.responses.max_new_tokens), a larger disk (run_dir)"
+        )
+    if not rows:
+        lines.append("           (no source has a limit, so the number of rows is not known before they are read)")
+    return lines
+
+
+def _time_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
+    rows = rows_of(config) or 10_000
+    found = seconds(model, config, devices, rows)
+    training = duration(found["training"]) if found["training"] else "set train.epochs or train.seconds to see it"
+    if devices.gpus:
+        assumed = f"{GPU_FLOPS / 1e12:.0f} TFLOP/s and {GPU_BANDWIDTH / 1e12:.1f} TB/s sustained by each GPU"
+    else:
+        assumed = f"{CPU_FLOPS / 1e9:.0f} GFLOP/s sustained by each core"
+    return [
+        f"time       for {rows:,} rows: responses with captures {duration(found['answering'])}, training {training}",
+        f"           assumed: {assumed}, rows of {row_tokens(config):,} tokens (prompts of {PROMPT_TOKENS});",
+        "           answers that end early make a real run faster",
+    ]
+
+
+def size(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def count(value: float) -> str:
+    for unit in ("", " k", " M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g} B"
+
+
+def duration(value: float) -> str:
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
