@@ -117,8 +117,8 @@ class TrainConfig:
     min_lr: float = 0.0  # final lr as a share of lr
     objective: str = "soft_ce"  # soft_ce: cross-entropy with the target's distribution
     decay: float = 0.8  # weight of depth d is decay**d
-    precision: str = "bf16"  # bf16 | fp32 | fp16 (GPU only) of the forward pass; masters are fp32
-    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
+    precision: str = "bf16"  # bf16 | fp32, of the forward pass; masters are fp32
+    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 2
     save_every: int = 200  # steps between checkpoints
     keep: int = 2  # checkpoints kept, besides the best
     eval_every: int = 100  # steps between simulated acceptance lengths
@@ -251,8 +251,8 @@ RULES: dict[str, Rule] = {
     "train.min_lr": _SHARE,
     "train.objective": _one_of("soft_ce"),
     "train.decay": _number(0, 1, open_low=True),
-    "train.precision": _one_of("bf16", "fp32", "fp16"),
-    "train.zero_stage": _one_of(0, 1, 2, 3),
+    "train.precision": _one_of("bf16", "fp32"),
+    "train.zero_stage": _one_of(0, 1, 2),
     "train.save_every": _COUNT,
     "train.keep": _COUNT,
     "train.eval_every": _COUNT,

@@ -56,7 +56,7 @@ def accepted_chain(drafts_NK: Tensor, argmax_N: Tensor, supervised_N: Tensor, cu
 
 @dataclass
 class Acceptance:
-    """Pooled over all steps. `tau` = 1 + accepted / steps; `alpha[i]` = share of steps that accepted more than i drafts."""
+    """Pooled over all steps. `tau` = 1 + accepted / steps; `alpha[i]`: share of steps with more than i accepted."""
 
     steps: int
     accepted: int

@@ -1,8 +1,8 @@
-"""From stored captures to packed micro-batches: the plan of a run, the same for any number of processes, and its reader.
+"""From stored captures to packed micro-batches: the plan of a run, the same for any number of processes; its reader.
 
-The plan is one endless sequence of micro-batches, epoch after epoch, that depends on the seed alone. Optimizer step s takes
-the next `parts` = processes x accumulation of them, so every process has the same number of micro-batches by construction,
-each row is used once per epoch, and a process finds its place again from the step number.
+The plan is one endless sequence of micro-batches, epoch after epoch, that depends on the seed alone. Optimizer step s
+takes the next `parts` = processes x accumulation of them, so every process has the same number of micro-batches by
+construction, each row is used once per epoch, and a process finds its place again from the step number.
 Shapes: N packed positions, R rows, D depths, V target vocabulary.
 """
 
@@ -92,7 +92,7 @@ class Plan:
 
 
 def collate(rows: Sequence[Any], ids: Sequence[str], limit: int | None = None) -> Batch:
-    """Packs capture rows (ids, supervised, taps, last, argmax, logsumexp) one after another, each cut at `limit` tokens."""
+    """Packs capture rows (ids, supervised, taps, last, argmax, logsumexp) end to end, each cut at `limit` tokens."""
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(row, name)[:limit] for row in rows])
@@ -129,7 +129,9 @@ class Reader:
     An error in the thread is raised where the batch is asked for.
     """
 
-    def __init__(self, store: Any, rows: Sequence[Any], counts_RD: Tensor, plan: Plan, rank: int, world: int, first: int = 0):
+    def __init__(
+        self, store: Any, rows: Sequence[Any], counts_RD: Tensor, plan: Plan, rank: int, world: int, first: int = 0
+    ):
         self.store, self.rows, self.counts_RD, self.plan = store, rows, counts_RD, plan
         self.rank, self.world, self.first = rank, world, first
         self._queue: queue.Queue = queue.Queue(AHEAD)

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent, and resuming from them.
 
 A checkpoint is a folder `step-00000100`: `head.safetensors` (the head's fp32 weights and buffers, plain), `engine/`
-(DeepSpeed's own files: optimizer state of every process), `rng-00000.safetensors` per process, and `state.json` (position,
-time used, what the run must agree with, and the sizes of all files). It is written beside its place under a `.part` name
-and renamed when every byte is on disk. Nothing of the target is in it: about 18 bytes per parameter of the head.
+(DeepSpeed's own files: optimizer state of every process), `rng-00000.safetensors` per process, and `state.json`
+(position, time used, what the run must agree with, and the sizes of all files). It is written beside its place under a
+`.part` name and renamed when every byte is on disk. Nothing of the target is in it: about 18 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def masters(head: nn.Module) -> dict[str, Tensor]:
 
     tensors = {}
     for name, p in head.named_parameters():
-        full = safe_get_full_fp32_param(p) if hasattr(p, "_hp_mapping") or hasattr(p, "ds_id") else None
+        full = safe_get_full_fp32_param(p) if hasattr(p, "_hp_mapping") else None  # None: it is fp32 or frozen
         tensors[name] = (p.detach() if full is None else full).float().cpu().contiguous().clone()
     return tensors | {name: b.cpu().contiguous().clone() for name, b in head.named_buffers()}
 
@@ -66,7 +66,7 @@ def save(engine: Any, folder: Path, state: dict[str, Any], keep: int, ranks: Ran
     ranks.barrier()
     if ranks.first:
         sizes = {str(p.relative_to(part)): p.stat().st_size for p in sorted(part.rglob("*")) if p.is_file()}
-        write_json(part / "state.json", {"version": VERSION, "world": ranks.world, **state, "files": sizes})
+        write_json(part / "state.json", {**state, "version": VERSION, "world": ranks.world, "files": sizes})
         _flush(part)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
@@ -152,7 +152,7 @@ def load(engine: Any, place: Path, expected: dict[str, Any], ranks: Ranks) -> di
     with quiet():
         loaded, _ = engine.load_checkpoint(str(place), tag="engine", load_module_strict=True)
     if loaded is None:
-        raise CheckpointError(f"{place}: DeepSpeed found no checkpoint in it; delete this folder to go on from an older one")
+        raise CheckpointError(f"{place}: DeepSpeed found nothing in it; delete this folder to go on from an older one")
     random = load_file(place / f"rng-{ranks.rank:05d}.safetensors")
     torch.set_rng_state(random["cpu"])
     if "cuda" in random and ranks.device.type == "cuda":

@@ -20,7 +20,7 @@ from headtrain.training.ranks import Ranks
 
 
 class Stopwatch:
-    """Seconds spent in each part of a step. On a GPU it waits for the device only while `exact`, in steps that are logged."""
+    """Seconds spent in each part of a step. On a GPU exact only in the steps that are logged, where it waits for it."""
 
     def __init__(self, device: torch.device):
         self.device, self.exact = device, False
@@ -38,6 +38,12 @@ class Stopwatch:
         if part:
             self.parts[part] += now - self._last
         self._last = now
+
+    def read(self) -> dict[str, Any]:
+        """Seconds by part and peak memory, for the log; then starts a new interval."""
+        found = {"seconds": {part: round(spent, 4) for part, spent in self.parts.items()}, **memory(self.device)}
+        self.clear()
+        return found
 
 
 class Tally:
@@ -65,8 +71,8 @@ class Tally:
         return {
             "loss": loss / steps,
             "loss_by_depth": _rounded(loss_D / count_D.clamp(min=1)),
-            "accuracy": _rounded(correct_D / count_D.clamp(min=1)),  # among pairs whose target token is in the draft vocab
-            "accuracy_all": _rounded(correct_D / reach_D.clamp(min=1)),  # a token outside the draft vocab counts as wrong
+            "accuracy": _rounded(correct_D / count_D.clamp(min=1)),  # of pairs with a target token in the draft vocab
+            "accuracy_all": _rounded(correct_D / reach_D.clamp(min=1)),  # of all; outside the draft vocab is wrong
             "tokens": int(tokens),
             "supervised": int(supervised),
             "tokens_per_s": round(tokens / seconds, 1),
@@ -113,8 +119,10 @@ class TrainLog:
             handle.write(json.dumps(record) + "\n")
         if self._wandb:
             flat = {key: value for key, value in record.items() if isinstance(value, int | float)}
-            flat |= {f"{k}/{i}": v for k, values in record.items() if isinstance(values, list) for i, v in enumerate(values)}
-            flat |= {f"{k}/{i}": v for k, part in record.items() if isinstance(part, dict) for i, v in part.items()}
+            for key, value in record.items():
+                if isinstance(value, list | dict):
+                    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                    flat |= {f"{key}/{name}": part for name, part in pairs}
             self._wandb.log(flat, step=record["step"])
         if self._live:
             from rich.text import Text
@@ -145,13 +153,14 @@ def _start_wandb(config: RecipeConfig, run: Path) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ValueError("logger=wandb: the package wandb is not installed; pip install wandb, or use logger=none") from error
+        raise ValueError("logger=wandb: wandb is not installed; pip install wandb, or use logger=none") from error
     from dataclasses import asdict
 
     folder, name = run / "training", run.resolve().name
     shown = {"head": asdict(config.head), "train": asdict(config.train), "seed": config.seed}
     shown["head"].pop("init_from")  # may be a local path
-    return wandb.init(project="headtrain", name=name, dir=str(folder), config=shown, id=_wandb_id(folder), resume="allow")
+    where = {"project": "headtrain", "name": name, "dir": str(folder), "id": _wandb_id(folder)}
+    return wandb.init(**where, config=shown, resume="allow")
 
 
 def _wandb_id(folder: Path) -> str:

@@ -18,8 +18,8 @@ def lr_at(step: float, total: float, warmup: float, kind: str, min_lr: float = 0
     """The share of the peak learning rate after `step` of `total` optimizer steps.
 
     step: 0 … total, whole or (in a run with a time budget) not. warmup: steps of the linear rise from 0.
-    kind: cosine | linear | wsd (flat, then linear over the last fifth) | constant. min_lr: share of the peak at the end;
-    `constant` never falls.
+    kind: cosine | linear | wsd (flat, then linear over the last fifth) | constant (never falls). min_lr: share of the
+    peak at the end.
     """
     if step < warmup:
         return step / warmup
@@ -68,6 +68,11 @@ class Clock:
             return lr_at(step, self.steps, round(self.warmup * self.steps), kind, min_lr)
         return lr_at(max(progress, 1e-3 * self.warmup), 1.0, self.warmup, kind, min_lr)
 
+    def facts(self, share: float) -> dict[str, float]:
+        """Seconds used and, at this pace, left."""
+        used = self.elapsed
+        return {"elapsed_s": round(used, 2), "left_s": round(used * (1 - share) / max(share, 1e-9), 1)}
+
 
 def peak_lr(group: dict[str, Any], config: TrainConfig) -> float:
     return config.muon_lr if group.get("use_muon") else config.lr
@@ -82,8 +87,9 @@ def check_optimizer(config: TrainConfig) -> None:
     """ValueError where DeepSpeed runs an optimizer in a way that changes what it means."""
     if config.optimizer == "muon" and config.zero_stage > (1 if config.precision == "bf16" else 0):
         raise ValueError(
-            f"train.optimizer=muon with train.zero_stage={config.zero_stage} and train.precision={config.precision}: there "
-            "DeepSpeed clips Muon's orthogonalised update instead of the gradient; use train.zero_stage=0 (or 1 in bf16)"
+            f"train.optimizer=muon with train.zero_stage={config.zero_stage} and train.precision={config.precision}: "
+            "there DeepSpeed clips Muon's orthogonalised update instead of the gradient; use train.zero_stage=0 "
+            "(or 1 in bf16)"
         )
 
 
@@ -124,6 +130,11 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     bf16 runs its stage-1 optimizer, which gives the same weights (and is the same thing with one process).
     """
     stage = config.zero_stage
+    if stage > 2:
+        raise ValueError(
+            "train.zero_stage=3: a head computes with all its weights at once, so splitting them saves nothing; "
+            "use train.zero_stage=2, which splits gradients, masters and moments"
+        )
     if config.precision == "fp16":
         raise ValueError("train.precision=fp16: heads overflow in fp16; use train.precision=bf16, or fp32")
     if config.precision == "bf16" and stage == 0:
@@ -143,7 +154,7 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
 
 
 class Guard:
-    """Gives a plain fp32 optimizer (stage 0) what ZeRO's have: clipping by the global norm, and no step on a bad one."""
+    """Gives a plain fp32 optimizer (stage 0) what ZeRO's have: clipping by the global norm, no step on a bad one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clip: float):
         self.clip, self.norm, self._step = clip, math.nan, optimizer.step

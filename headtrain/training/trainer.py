@@ -24,7 +24,7 @@ from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram
 from headtrain.target import load_parts
 from headtrain.training import checkpoint
 from headtrain.training.batches import Plan, Reader, collate, count_pairs
-from headtrain.training.log import Stopwatch, Tally, TrainLog, memory
+from headtrain.training.log import Stopwatch, Tally, TrainLog
 from headtrain.training.optim import Clock, Guard, check_optimizer, engine_config, make_optimizer, peak_lr
 from headtrain.training.ranks import Ranks, join, leave, quiet
 
@@ -45,10 +45,8 @@ def train(config: RecipeConfig, run: Path) -> None:
     check_optimizer(config.train)
     engine_config(config.train)
     ranks = join(config.target.device, config.train.threads)
-    try:
-        _train(config, run, ranks)
-    finally:
-        leave()
+    _train(config, run, ranks)
+    leave()  # not after an error: the others may be waiting in a collective, and the launcher ends them
 
 
 def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
@@ -68,7 +66,7 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
     state = {"step": 0, "elapsed": 0.0, "skipped": 0, "bad": 0, "tau": None}
     place = resume_from(folder / "checkpoints", ranks)
     if place:
-        state |= checkpoint.load(engine, place, expected, ranks)
+        state = checkpoint.load(engine, place, expected, ranks)
     step = state["step"]
     log = TrainLog(config, run, ranks, step)
     log.say(f"{place.name}: going on from step {step}" if place else f"{len(rows)} rows, {len(valid)} for validation")
@@ -86,29 +84,17 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
         clock.reserve = ranks.agree(time.monotonic() - began)
         best.offer(found, step)
         state["tau"] = found.tau
-        log.write({"step": step, "share": share, "tau": found.tau, "alpha": found.alpha, "steps_simulated": found.steps})
+        log.write({"step": step, "share": share, **vars(found)})
 
     try:
         if step == 0:
             validate(0.0)
-        while (share := ranks.agree(clock.progress(step))) < 1:
+        share = ranks.agree(clock.progress(step))
+        while share < 1:
             lr = set_lr(engine, config, clock.share(share, step + 1, t.schedule, t.min_lr))
             watch.exact = (step + 1) % t.log_every == 0
-            outputs = []
-            watch.mark(None)
-            for _ in range(t.accumulate):
-                batch = reader.next().to(ranks.device, next(engine.module.parameters()).dtype)
-                watch.mark("data")
-                output: HeadOutput = engine(batch)
-                watch.mark("forward")
-                engine.backward(poisoned(output.loss))
-                watch.mark("backward")
-                engine.step()
-                watch.mark("optimizer")
-                tally.add(output, batch)
-                outputs.append((output.loss.detach(), batch.rows))
+            outputs = optimizer_step(engine, reader, tally, watch, t.accumulate, ranks)
             step += 1
-            tally.steps += 1
             norm = guard.norm if guard else float(engine.get_global_grad_norm())
             state["bad"] = 0 if math.isfinite(norm) else state["bad"] + 1
             state["skipped"] += not math.isfinite(norm)
@@ -116,21 +102,16 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
                 raise TrainingFailed(bad_rows(outputs, step, ranks))
             share = ranks.agree(clock.progress(step))
             if step % t.log_every == 0 or share >= 1:
-                record = tally.read(ranks) | {
-                    "lr": lr, "epoch": plan.epoch_of(step - 1), "grad_norm": norm if math.isfinite(norm) else None,
-                    "skipped": state["skipped"], "elapsed_s": round(clock.elapsed, 2),
-                    "seconds": {part: round(spent, 4) for part, spent in watch.parts.items()}, "valid_tau": state["tau"],
-                    "left_s": round(clock.elapsed * (1 - share) / max(share, 1e-9), 1), **memory(ranks.device),
-                }  # fmt: skip
-                log.write({"step": step, "share": share, **record})
-                watch.clear()
+                facts = {"lr": lr, "epoch": plan.epoch_of(step - 1), "grad_norm": norm if math.isfinite(norm) else None}
+                facts |= {"skipped": state["skipped"], "valid_tau": state["tau"], **clock.facts(share)}
+                log.write({"step": step, "share": share, **tally.read(ranks), **facts, **watch.read()})
             if share >= 1 or step % t.eval_every == 0:
                 validate(share)
             if share >= 1 or step % t.save_every == 0:
                 state |= {"step": step, "elapsed": clock.elapsed, **expected}
                 checkpoint.save(engine, folder / "checkpoints", state, t.keep, ranks)
         best.finish(step, run / "head")
-        log.say(f"{step} steps, {state['skipped']} skipped, best step {best.step}; the head is in {run / 'head'}")
+        log.say(f"{step} steps ({state['skipped']} skipped), best: {best.step}; the head is in {run / 'head'}")
     finally:
         reader.close()
         log.close()
@@ -156,8 +137,8 @@ def select_rows(config: RecipeConfig, run: Path, head: Head, ranks: Ranks) -> tu
     store = CaptureStore(run / "captures", config.data.max_length)
     if list(store.taps) != list(head.config.taps):
         raise ValueError(
-            f"{store.folder} holds the taps {store.taps} and the head reads {head.config.taps}: set head.taps={store.taps} "
-            "or capture again"
+            f"{store.folder} holds the taps {store.taps} and the head reads {head.config.taps}: "
+            f"set head.taps={store.taps} or capture again"
         )
     chosen = sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id)
     t2d_V = None if bool(head.t2d.all()) else head.t2d.cpu()
@@ -186,8 +167,6 @@ def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> tuple[Any, G
     import deepspeed
 
     settings = engine_config(config.train)
-    if settings["zero_optimization"]["stage"] == 3:  # the head reads its weights as a whole, not module by module
-        deepspeed.utils.set_z3_leaf_modules(head, [type(head)])
     head.to(ranks.device)
     optimizer = make_optimizer(head, config.train)
     with quiet():
@@ -209,8 +188,29 @@ def set_lr(engine: Any, config: RecipeConfig, share: float) -> float:
     return share * config.train.lr
 
 
+def optimizer_step(
+    engine: Any, reader: Reader, tally: Tally, watch: Stopwatch, accumulate: int, ranks: Ranks
+) -> list[tuple[Tensor, list[str]]]:
+    """Runs the micro-batches of one optimizer step; returns the loss and row ids of each."""
+    outputs, dtype = [], next(engine.module.parameters()).dtype
+    watch.mark(None)
+    for _ in range(accumulate):
+        batch = reader.next().to(ranks.device, dtype)
+        watch.mark("data")
+        output: HeadOutput = engine(batch)
+        watch.mark("forward")
+        engine.backward(poisoned(output.loss))
+        watch.mark("backward")
+        engine.step()
+        watch.mark("optimizer")
+        tally.add(output, batch)
+        outputs.append((output.loss.detach(), batch.rows))
+    tally.steps += 1
+    return outputs
+
+
 def poisoned(loss: Tensor) -> Tensor:
-    """The loss; where it is not finite, one whose gradients are NaN on every weight, so that no process takes the step."""
+    """The loss; where it is not finite, one with NaN gradients on every weight, so that no process takes the step."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
@@ -218,22 +218,18 @@ def bad_rows(outputs: list[tuple[Tensor, list[str]]], step: int, ranks: Ranks) -
     bad = [row for loss, rows in outputs if not bool(loss.isfinite()) for row in rows]
     suspects = [row for rows in ranks.gather(bad or [row for _, rows in outputs for row in rows]) for row in rows]
     return (
-        f"the loss or its gradient was not finite in {BAD_IN_A_ROW} optimizer steps in a row, up to step {step}; rows of the "
-        f"last one: {', '.join(suspects[:20])}. Check these captures, or lower train.lr"
+        f"the loss or its gradient was not finite in {BAD_IN_A_ROW} optimizer steps in a row, up to step {step}; "
+        f"rows of the last one: {', '.join(suspects[:20])}. Check these captures, or lower train.lr"
     )
 
 
 @contextlib.contextmanager
-def gathered(engine: Any) -> Iterator[Head]:
-    """The head with whole weights, in eval mode and without gradients. Every process must enter."""
+def resting(engine: Any) -> Iterator[Head]:
+    """The head in eval mode and without gradients."""
     head = engine.module
     head.eval()
     try:
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            if engine.zero_optimization_stage() == 3:
-                import deepspeed
-
-                stack.enter_context(deepspeed.zero.GatheredParameters(list(head.parameters())))
+        with torch.no_grad():
             yield head
     finally:
         head.train()
@@ -242,11 +238,11 @@ def gathered(engine: Any) -> Iterator[Head]:
 def evaluate(
     engine: Any, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks
 ) -> Acceptance | None:
-    """Simulated greedy chain decoding with k drafts over validation rows, shared by the processes; None without rows."""
+    """Simulated greedy chain decoding with k drafts over validation rows, shared by the processes; None without any."""
     if not rows:
         return None
     steps_K1 = torch.zeros(k + 1, dtype=torch.long)
-    with gathered(engine) as head:
+    with resting(engine) as head:
         for chosen in packed(rows[ranks.rank :: ranks.world], batch_tokens):
             batch: Batch = collate([store.read(row) for row in chosen], [row.id for row in chosen])
             on_device = batch.to(ranks.device, next(head.parameters()).dtype)
@@ -281,13 +277,12 @@ class Best:
         """Keeps the present head when it is at least as good as the best so far. Every process must call it."""
         if self.tau is not None and (found.tau or 0) < self.tau:
             return
-        self._keep(step, {"tau": found.tau, "alpha": found.alpha, "steps_simulated": found.steps})
+        self._keep(step, vars(found))
 
     def _keep(self, step: int, facts: dict[str, Any]) -> None:
         place = self.folder / "best" / f"step-{step:08d}"
-        with gathered(self.engine) as head:
-            if self.ranks.first:
-                save_head(head, place, self.dtype)
+        if self.ranks.first:
+            save_head(self.engine.module, place, self.dtype)
         self.step, self.tau = step, facts["tau"]
         if self.ranks.first:
             write_json(self.path, {"step": step, **facts, "folder": str(place.relative_to(self.folder))})
@@ -296,9 +291,9 @@ class Best:
                     shutil.rmtree(old)
 
     def finish(self, step: int, head_folder: Path) -> None:
-        """Writes run/head: the best head, or the last one when there were no validation rows. Every process must call it."""
+        """Writes run/head: the best head, or without validation rows the last one. Every process must call it."""
         if self.tau is None:
-            self._keep(step, {"tau": None, "alpha": None, "steps_simulated": 0})
+            self._keep(step, {"tau": None, "alpha": None})
         if self.ranks.first:
             copy_head(self.folder / read_json(self.path)["folder"], head_folder)
         self.ranks.barrier()

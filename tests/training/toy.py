@@ -40,7 +40,7 @@ def row(seed: int, prompt: int, answer: int):
     ids = torch.tensor(ids, dtype=torch.int32)
     choice = following[ids.long()]
     last = lm_head[choice]
-    taps = torch.stack([embedding[ids.long()], torch.randn(len(ids), HIDDEN, generator=made)], 1)
+    taps = torch.stack([embedding[ids.long()], 0.1 * torch.randn(len(ids), HIDDEN, generator=made)], 1)
     supervised = torch.arange(len(ids)) >= prompt
     for tensor in (taps, last):
         tensor[-1] = 0
@@ -72,7 +72,7 @@ def make_run(run: Path, train: int = 24, valid: int = 6, poison: tuple[int, ...]
 
 
 class ToyHead(Head):
-    """No attention: hidden of depth d = norm * tanh(mix [embedding of token p+1+d; features or hidden of depth d-1])."""
+    """No attention: hidden of depth d = norm * tanh(mix [embedding of token p+1+d; features or previous hidden])."""
 
     def __init__(self):
         super().__init__()
