@@ -208,13 +208,13 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
 def text(config: RecipeConfig) -> str:
     """The whole plan as text."""
     model, devices = model_of(config), devices_of(config)
-    s = model.shape
+    s, width = model.shape, BYTES[config.target.dtype]
     lines = [
         f"plan for {config.target.model or config.target.family} "
         f"({s.layers} blocks, hidden {s.hidden}, vocabulary {s.vocab:,}); no weights were loaded",
         "",
         f"target     {count(model.target)} parameters (counted as dense and untied), "
-        f"{size(model.target * BYTES[config.target.dtype])} in {config.target.dtype}; cache {size(model.kv_per_token * BYTES[config.target.dtype])} per token",
+        f"{size(model.target * width)} in {config.target.dtype}; cache {size(model.kv_per_token * width)} per token",
         f"head       {count(model.head)} parameters ({config.head.type}, {model.taps} taps, draft vocabulary "
         f"{model.draft_vocab:,}), {size(model.head * 2)} as served in bfloat16",
     ]
@@ -281,7 +281,7 @@ def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
     lines = [
         f"captures   {token:,} B per token ({model.taps} taps + last hidden, {config.data.captures.dtype}), "
         f"{token * tokens:,} B per row of {tokens:,} tokens",
-        f"           at most {size(total)} for {'all' if rows else 'every'} {rows or 10_000:,} rows; free: {size(free)}",
+        f"           {size(total)} at most for {'all' if rows else 'every'} {rows or 10_000:,} rows; free {size(free)}",
     ]
     if rows and total > free:
         lines.append(
