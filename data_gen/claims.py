@@ -32,13 +32,14 @@ def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) 
                 if not mine or path.is_file():
                     continue
                 for place in (folder, also or folder):
-                    _remove_parts(place, f"-{batch:05d}.safetensors")
+                    _remove_parts(place, f"*-{batch:05d}.safetensors")
+                _remove_parts(folder / "claims", f"{batch}.json")
                 yield batch
                 found = True
 
 
-def _remove_parts(folder: Path, ending: str) -> None:
-    for part in folder.glob(f".*{ending}.*.part"):
+def _remove_parts(folder: Path, name: str) -> None:
+    for part in folder.glob(f".{name}.*.part"):
         log.warning("%s was left half-written by a process that died; its batch is made again", part.name)
         part.unlink(missing_ok=True)
 

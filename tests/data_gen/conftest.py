@@ -107,6 +107,6 @@ def recipe(tiny_folder, tmp_path):
         target=TargetConfig(model=str(tiny_folder), dtype="float32", device="cpu"),
         data=DataConfig(
             prompts=[PromptSource(str(source))], held_out=3, valid=2, max_length=256,
-            responses=ResponsesConfig(max_new_tokens=20, batch_tokens=320), captures=CapturesConfig(dtype="float32"),
+            responses=ResponsesConfig(max_new_tokens=20, batch_tokens=200), captures=CapturesConfig(dtype="float32"),
         ),
     )  # fmt: skip
