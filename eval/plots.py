@@ -15,6 +15,7 @@ from headtrain.eval.report_words import known
 
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 14, 42
+NAMES, ROW = 118, 34  # of bars: width of the names, height of a row
 
 
 @dataclass
@@ -50,16 +51,19 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_plot(
-    series: Sequence[Series], x_name: str, y_name: str, *, y_low: float | None = 0.0, y_high: float | None = None,
+    series: Sequence[Series], x_name: str, y_name: str, *, y_low: float | None = 0.0,
     show: Callable[[float], str] = "{:g}".format, x_ticks: Sequence[float] | None = None, dots: bool = True,
 ) -> str:  # fmt: skip
-    """Lines over a common x axis. y_low None: the axis starts near the lowest value; y_high: it reaches at least there."""
+    """Lines over a common x axis. `y_low`: where the y axis starts at the latest; None: near the lowest value.
+
+    "" when nothing was measured.
+    """
     drawn = [(x, y) for s in series for x, y in s.points if known(y)]
     if not drawn:
         return ""
     xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
-    y_marks = ticks(min(ys) if y_low is None else y_low, max([*ys, *([] if y_high is None else [y_high])]))
-    x_marks = list(x_ticks) if x_ticks is not None else [t for t in ticks(min(xs), max(xs)) if min(xs) <= t <= max(xs)]
+    y_marks = ticks(min(ys) if y_low is None else min(y_low, *ys), max(ys))
+    x_marks = x_ticks if x_ticks is not None else [t for t in ticks(min(xs), max(xs)) if min(xs) <= t <= max(xs)]
     x_span = (min(xs), max(xs)) if max(xs) > min(xs) else (min(xs) - 1, max(xs) + 1)
 
     def at_x(x):
@@ -80,7 +84,8 @@ def _frame(x_marks, y_marks, at_x, at_y, x_name, y_name, show) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at_y(y) + 4:.1f}" text-anchor="end">{show(y)}</text>')
     for x in x_marks:
-        parts.append(f'<text class="tick" x="{at_x(x):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{x:,g}</text>')
+        at = f'x="{at_x(x):.1f}" y="{HEIGHT - BOTTOM + 17}"'
+        parts.append(f'<text class="tick" {at} text-anchor="middle">{x:,g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_name)}</text>')
     return "".join(parts)
@@ -101,37 +106,39 @@ def _one_line(series: Series, at_x, at_y, x_name: str, show, dots: bool) -> str:
             parts.append(f'<polyline class="line" points="{path}"{dash}/>')
         for x, y in run if dots or len(run) == 1 else []:
             hint = f"{escape(series.name)}, {escape(x_name)} {x:,g}: {show(y)}"
-            parts.append(f'<circle class="dot" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4"><title>{hint}</title></circle>')
+            centre = f'cx="{at_x(x):.1f}" cy="{at_y(y):.1f}"'
+            parts.append(f'<circle class="dot" {centre} r="4"><title>{hint}</title></circle>')
     return "".join([*parts, "</g>"])
 
 
-def bar_plot(bars: Sequence[Bar], *, start: float = 0.0, mark: float | None = None, show=lambda v: f"{v:.2f}") -> str:
-    """Horizontal bars from `start`, each with its value and, where there is one, its interval; `mark`: a line across."""
+def bar_plot(bars: Sequence[Bar], *, mark: float | None = None, show: Callable[[float], str] = "{:.2f}".format) -> str:
+    """Horizontal bars from 0, each with its value and, where there is one, its interval; `mark`: a line across."""
     ends = [b.value for b in bars if known(b.value)] + [b.interval[1] for b in bars if _interval(b)]
     if not ends:
         return ""
-    name_width, value_width, row = 118, 52, 34
-    high = max([*ends, start + 1e-9, *([] if mark is None else [mark])])
+    value_width = 52
+    high = max([*ends, 1e-9, *([] if mark is None else [mark])])
 
     def at_x(value):
-        return name_width + max(0.0, value - start) / (high - start) * (WIDTH - name_width - value_width)
+        return NAMES + max(0.0, value) / high * (WIDTH - NAMES - value_width)
 
     parts = []
     for i, b in enumerate(bars):
-        y = i * row + 7
-        parts.append(f'<g class="{b.css}"><title>{escape(b.note or b.name)}</title>')
-        parts.append(f'<text class="label" x="{name_width - 10}" y="{y + 16}" text-anchor="end">{escape(b.name)}</text>')
+        y = i * ROW + 7
+        parts.append(f'<g class="{b.css}"><title>{escape(b.note or b.name)}</title>{_row_name(b.name, y)}')
         if not known(b.value):
-            parts.append(f'<text class="tick" x="{name_width + 4}" y="{y + 16}">not measured</text></g>')
+            parts.append(f'<text class="tick" x="{NAMES + 4}" y="{y + 16}">not measured</text></g>')
             continue
-        width = max(1.5, at_x(b.value) - name_width)
-        parts.append(f'<rect class="bar" x="{name_width}" y="{y}" width="{width:.1f}" height="22" rx="3"/>')
+        width = max(1.5, at_x(b.value) - NAMES)
+        parts.append(f'<rect class="bar" x="{NAMES}" y="{y}" width="{width:.1f}" height="22" rx="3"/>')
         end = at_x(b.value)
         if _interval(b):
-            low, end = at_x(b.interval[0]), max(end, at_x(b.interval[1]))
-            parts.append(f'<path class="whisker" d="M{low:.1f} {y + 11}H{end:.1f}M{low:.1f} {y + 6}v10M{end:.1f} {y + 6}v10"/>')
+            low, high_end = at_x(b.interval[0]), at_x(b.interval[1])
+            ends_of = f"M{low:.1f} {y + 6}v10M{high_end:.1f} {y + 6}v10"
+            parts.append(f'<path class="whisker" d="M{low:.1f} {y + 11}H{high_end:.1f}{ends_of}"/>')
+            end = max(end, high_end)
         parts.append(f'<text class="value" x="{end + 7:.1f}" y="{y + 16}">{show(b.value)}</text></g>')
-    height = len(bars) * row + 4
+    height = len(bars) * ROW + 4
     if mark is not None:
         parts.append(f'<line class="mark" x1="{at_x(mark):.1f}" x2="{at_x(mark):.1f}" y1="0" y2="{height}"/>')
     return _svg(height, "bars", parts)
@@ -141,25 +148,30 @@ def _interval(bar: Bar) -> bool:
     return bool(bar.interval) and all(map(known, bar.interval)) and known(bar.value)
 
 
+def _row_name(name: str, y: float) -> str:
+    return f'<text class="label" x="{NAMES - 10}" y="{y + 16}" text-anchor="end">{escape(name)}</text>'
+
+
 def share_plot(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]]) -> str:
     """Stacked horizontal bars that fill one width: rows of (name, [(part, css, share of 1)])."""
     if not rows:
         return ""
-    name_width, row = 118, 34
     parts = []
     for i, (name, shares) in enumerate(rows):
-        x, y = float(name_width), i * row + 7
-        parts.append(f'<text class="label" x="{name_width - 10}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
+        x, y = float(NAMES), i * ROW + 7
+        parts.append(_row_name(name, y))
         for part, css, share in shares:
-            width = share * (WIDTH - name_width - 2)
+            width = share * (WIDTH - NAMES - 2)
             parts.append(f'<g class="{css}"><title>{escape(name)}: {escape(part)} {share:.0%}</title>')
-            parts.append(f'<rect class="bar" x="{x:.1f}" y="{y}" width="{max(0.0, width - 2):.1f}" height="22" rx="3"/>')
+            parts.append(
+                f'<rect class="bar" x="{x:.1f}" y="{y}" width="{max(0.0, width - 2):.1f}" height="22" rx="3"/>'
+            )
             if width > 34:
-                middle = x + width / 2 - 1
-                parts.append(f'<text class="inside" x="{middle:.1f}" y="{y + 15.5}" text-anchor="middle">{share:.0%}</text>')
+                at = f'x="{x + width / 2 - 1:.1f}" y="{y + 15.5}"'
+                parts.append(f'<text class="inside" {at} text-anchor="middle">{share:.0%}</text>')
             parts.append("</g>")
             x += width
-    return _svg(len(rows) * row + 4, "shares of time", parts)
+    return _svg(len(rows) * ROW + 4, "shares of time", parts)
 
 
 def _svg(height: float, label: str, parts: list[str]) -> str:

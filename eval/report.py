@@ -282,7 +282,9 @@ def environment(config: dict[str, Any]) -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {
         "headtrain": installed("headtrain"),
         "python": platform.python_version(),
@@ -363,7 +365,8 @@ def _block(group: dict[str, Any]) -> str:
         lines.append([*cells, f"{number(speedup)}×" if known(speedup) else "–"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     text = [
-        line[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        line[0].ljust(widths[0])
+        + "".join("  " + cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         for line in lines
     ]
     return "\n".join([title, *text])

