@@ -237,7 +237,8 @@ class Job:
         """(stages one after another in a process, environment of each such process), in the order to run them."""
         many = children.workers(self.config)
         answering = many if self.config.data.responses.backend == "local" else many[:1]
-        first = ["smoke_target"] if self.config.smoke and not (self.run / "target" / "config.json").is_file() else []
+        unbuilt = self.config.smoke and not Path(self.config.target.model or "", "config.json").is_file()
+        first = ["smoke_target"] if unbuilt else []
         groups = [
             ([*first, "check", "prompts"], [LIGHT]), (["responses"], answering), (["captures"], many),
             (["training"], []), (["report"], many), (["export"], [LIGHT]),

@@ -27,7 +27,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     if not config.target.family:
         raise ConfigError("smoke=true needs target.family, the transformers model_type of the target (llama, qwen3, …)")
     small = copy.deepcopy(config)
-    small.target.model = str(Path(config.run_dir or "") / "target")
+    small.target.model = str(target_folder(config))
     small.target.shape, small.target.revision, small.target.device = copy.deepcopy(SHAPE), None, "cpu"
     small.target.dtype = "float32"
     small.data.prompts, small.data.filter = [PromptSource(PROMPTS)], PromptFilter()
@@ -49,6 +49,10 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.launch.gpus = config.launch.gpus if config.launch.gpus != "auto" else 1
     small.launch.hostfile = None
     return small
+
+
+def target_folder(config: RecipeConfig) -> Path:
+    return Path(config.run_dir or "") / "target" / f"tiny-random-{config.target.family}"
 
 
 def build_target(config: RecipeConfig, folder: Path) -> None:

@@ -48,7 +48,7 @@ def quiet_libraries() -> None:
 def smoke_target(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.smoke import build_target
 
-    build_target(config, run / "target")
+    build_target(config, Path(config.target.model or ""))
 
 
 def check(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
@@ -193,7 +193,7 @@ def training(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     train(config, run)
     if os.environ.get("RANK", "0") == "0":
         best = read_json(run / "training" / "best.json")
-        Manifest(run / "training").finish({key: value for key, value in best.items() if isinstance(value, int | float)})
+        Manifest(run / "training").finish({"best_step": best["step"], "simulated_tau": best["tau"]})
 
 
 def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
