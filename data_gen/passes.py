@@ -46,17 +46,23 @@ class StateBuffers:
         self.argmax_BS[where] = argmax_B.int()
         self.logsumexp_BS[where] = logsumexp_B
 
-    def keep_prefix(self, target: Target, states: TargetStates, lengths_B: Tensor) -> None:
-        """Stores the states of every row's first `lengths_B` tokens, from one forward over all of them."""
-        length = states.last_BLH.shape[1]
+    def keep_prefix(self, target: Target, states: TargetStates, lengths_B: Tensor, first: int = 0) -> None:
+        """Stores the states of every row's tokens `first` … `lengths_B`-1, from one forward over all of them.
+
+        A forward over a single row (a prefix all rows share) is stored in every row.
+        """
+        batch, length = states.last_BLH.shape[:2]
+        place = slice(first, first + length)
         if states.taps_BLAH is not None:
-            self.taps_BSAH[:, :length] = states.taps_BLAH
-        self.last_BSH[:, :length] = states.last_BLH
-        real_BL = torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
-        rows, slots = real_BL.nonzero(as_tuple=True)
-        argmax_N, logsumexp_N = choices(target, states.last_BLH[rows, slots])
-        self.argmax_BS[rows, slots] = argmax_N.int()
-        self.logsumexp_BS[rows, slots] = logsumexp_N
+            self.taps_BSAH[:, place] = states.taps_BLAH
+        self.last_BSH[:, place] = states.last_BLH
+        real_BL = first + torch.arange(length, device=lengths_B.device) < lengths_B[:batch, None]
+        argmax_N, logsumexp_N = choices(target, states.last_BLH[real_BL])
+        self.argmax_BS[:batch, place][real_BL] = argmax_N.int()
+        self.logsumexp_BS[:batch, place][real_BL] = logsumexp_N
+        if batch < len(self.argmax_BS):
+            self.argmax_BS[1:, place] = self.argmax_BS[:1, place]
+            self.logsumexp_BS[1:, place] = self.logsumexp_BS[:1, place]
 
     @torch.inference_mode()
     def flat(self) -> dict[str, Tensor]:
@@ -120,6 +126,33 @@ def _choose(target: Target, last_BH: Tensor, how: Sampling, rows_B: Tensor, step
     return tokens_B, *_top(logits_BV)
 
 
+def shared_prefix(prompts: list[list[int]]) -> int:
+    """How many first tokens all prompts share (a template's system turn), leaving each at least one of its own."""
+    if len(prompts) < 2:
+        return 0
+    low, high = min(prompts), max(prompts)
+    same = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return min(same, min(map(len, prompts)) - 1)
+
+
+def _prefill(
+    target: Target, kept: StateBuffers, prompts: list[list[int]], slots: int, taps: tuple[int, ...]
+) -> tuple[KVCache, Tensor]:
+    """Runs the prompts, a prefix that all share only once: (the filled cache, the state of each last token [B, H])."""
+    lengths_B = torch.tensor([len(p) for p in prompts], device=target.device)
+    rows_B = torch.arange(len(prompts), device=target.device)
+    first, longest = shared_prefix(prompts), max(map(len, prompts))
+    cache = KVCache(1 if first else len(prompts), slots)
+    if first:
+        states = target.forward(kept.ids_BS[:1, :first], cache, taps=taps)
+        kept.keep_prefix(target, states, lengths_B)
+        cache.select(torch.zeros_like(rows_B))  # the one row becomes all rows
+    slots_BL = torch.arange(first, longest, device=target.device).expand(len(prompts), -1)
+    states = target.forward(kept.ids_BS[:, first:longest], cache, slots_BL, taps=taps)
+    kept.keep_prefix(target, states, lengths_B, first)
+    return cache, states.last_BLH[rows_B, lengths_B - 1 - first]
+
+
 @torch.inference_mode()
 def answer(
     target: Target,
@@ -144,15 +177,12 @@ def answer(
     ends = torch.tensor(sorted(target.eos_ids), device=device)
     stopped_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
-    cache = KVCache(len(prompts), slots)
-    states = target.forward(kept.ids_BS[:, : max(starts)], cache, taps=taps)
-    kept.keep_prefix(target, states, starts_B)
+    cache, last_BH = _prefill(target, kept, prompts, slots, taps)
     rows_B, slots_B = torch.arange(len(prompts), device=device), starts_B.clone()
     if how.temperature == 0:
         tokens_B = kept.argmax_BS[rows_B, slots_B - 1].long()
     else:
-        tokens_B = _choose(target, states.last_BLH[rows_B, slots_B - 1], how, rows_B, 0)[0]
-    del states
+        tokens_B = _choose(target, last_BH, how, rows_B, 0)[0]
     done_B = torch.zeros_like(stopped_B)
     for step in range(max(budgets)):
         kept.ids_BS[rows_B, slots_B] = torch.where(done_B, kept.ids_BS[rows_B, slots_B], tokens_B)

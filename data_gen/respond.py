@@ -246,6 +246,7 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     share = chat.check_coverage(supervised, tokens)
     counts = {"rows": len(rows), "tokens": tokens, "supervised": supervised, "supervised_share": round(share, 4)}
     counts.update(Counter(row.split for row in rows))
+    counts["supervised_train"] = sum(row.supervised for row in rows if row.split == "train")
     counts.update(Counter(f"finish_{row.finish}" for row in rows))
     counts["truncated"] = counts.get("finish_length", 0)
     log.info("%d rows, %d tokens, %.1f %% supervised", len(rows), tokens, 100 * share)

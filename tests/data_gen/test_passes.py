@@ -56,6 +56,29 @@ def test_states_of_the_decode_pass_equal_a_forward_over_the_whole_row(stopping_t
     assert start == len(flat["ids"])
 
 
+@pytest.mark.parametrize(
+    ("prompts", "size"),
+    [([[1, 2, 3], [1, 2, 4, 5]], 2), ([[1, 2], [1, 2, 3]], 1), ([[1, 2]], 0), ([[1], [2]], 0), ([[3, 1], [3, 1]], 1)],
+)
+def test_the_shared_prefix_leaves_every_prompt_a_token_of_its_own(prompts, size):
+    assert passes.shared_prefix(prompts) == size
+
+
+def test_a_shared_prefix_is_run_once_and_changes_nothing(tiny_target, monkeypatch):
+    prefix, runs, forward = list(range(30, 50)), [], tiny_target.forward
+    prompts = [prefix + prompt for prompt in PROMPTS]
+    monkeypatch.setattr(tiny_target, "forward", lambda t, *a, **k: runs.append(tuple(t.shape)) or forward(t, *a, **k))
+    ids, _, kept = answers(tiny_target, prompts, [5] * 6)
+    assert runs[:3] == [(1, 20), (6, 7), (6, 1)]
+    monkeypatch.setattr(passes, "shared_prefix", lambda prompts: 0)
+    plain, _, other = answers(tiny_target, prompts, [5] * 6)
+    assert ids == plain
+    shared, whole = kept.flat(), other.flat()
+    assert torch.equal(shared["argmax"], whole["argmax"])
+    for name in ("taps", "last", "logsumexp"):
+        torch.testing.assert_close(shared[name], whole[name], atol=1e-4, rtol=1e-4)
+
+
 def test_a_budget_is_never_exceeded_and_the_end_token_is_kept(stopping_target):
     budgets = [1, 2, 30, 4, 30, 7]
     ids, finish, _ = answers(stopping_target, PROMPTS, budgets)

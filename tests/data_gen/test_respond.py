@@ -151,7 +151,7 @@ def test_a_batch_that_another_process_holds_is_passed_over(recipe, tiny_target, 
 
 @pytest.fixture
 def mock_answers(monkeypatch, tiny_target):
-    """A target that answers odd prompts with `ok[end]`, even ones with `ooo` (cut by length); notes what it is asked."""
+    """A target that answers odd prompts with `ok[end]`, even ones with `ooo` (cut by length); notes prompts."""
     asked = []
     reply = [*tiny_target.tokenizer.encode("ok", add_special_tokens=False), tiny_target.tokenizer.eos_token_id]
 
