@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every layer, [B, S, J, D] each, allocated when a layer first writes.
+    """Keys and values of every layer, [B, J, S, D] each, allocated when a layer first writes.
 
     `capacity` is the number of slots S of a row, including room for draft tokens and padding.
     """
@@ -41,17 +41,17 @@ class KVCache:
         """Stores the new keys and values; returns all visible ones, [B, J, window, D]. Called by the model's layers."""
         if layer_idx not in self.keys:
             for store, new in ((self.keys, key_BJLD), (self.values, value_BJLD)):
-                store[layer_idx] = new.new_zeros(self.batch, self.capacity, new.shape[1], new.shape[3])
+                store[layer_idx] = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
         out = []
         for store, new in ((self.keys[layer_idx], key_BJLD), (self.values[layer_idx], value_BJLD)):
-            store[self._rows_B1, self._slots_BL] = new.transpose(1, 2)
-            out.append(store[:, : self._window].transpose(1, 2))
+            store.transpose(1, 2)[self._rows_B1, self._slots_BL] = new.transpose(1, 2)
+            out.append(store[:, :, : self._window])
         return out[0], out[1]
 
     def move(self, rows: Tensor, source: Tensor, destination: Tensor) -> None:
-        """Copies slot `source[i]` of row `rows[i]` to slot `destination[i]`, in every layer (after a tree's acceptance)."""
+        """Copies slot `source[i]` of row `rows[i]` to slot `destination[i]` in every layer (after a tree's acceptance)."""
         for store in (*self.keys.values(), *self.values.values()):
-            store[rows, destination] = store[rows, source]
+            store[rows, :, destination] = store[rows, :, source]
 
     def select(self, rows: Tensor) -> None:
         """Keeps only the given rows, in the given order (when some requests have finished)."""

@@ -36,12 +36,18 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) take a plain path. Registered in transformers as
     `headtrain`, so that one function serves every family and no key is copied per query head.
     """
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
     if softcap is None and s_aux is None:
+        if groups > 1 and length <= 16:  # a few new tokens: the query heads of one key head stand as more queries
+            query = query.unflatten(1, (-1, groups)).flatten(2, 3)
+            if attention_mask is not None:
+                attention_mask = attention_mask.repeat(1, 1, groups, 1)
         out = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
+        if out.shape[2] != length:
+            out = out.unflatten(2, (groups, length)).flatten(1, 2)
         return out.transpose(1, 2), None
-    groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = (query @ key.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
