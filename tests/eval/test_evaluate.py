@@ -1,0 +1,177 @@
+"""The evaluation stage: its plan, its workers, its restart, and the numbers it reports."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from headtrain.config import RecipeConfig
+from headtrain.eval.evaluate import finish, plan_units, status, work
+from headtrain.eval.suites import EvalPrompt
+from headtrain.files import claimed, read_json, write_json
+
+# What every result must have, whatever else it has.
+KEYS = {
+    "suite", "head", "drafter", "temperature", "top_p", "top_k", "k", "tree", "batch", "dtype", "template",
+    "max_new_tokens", "prompts", "steps", "accepted", "accepted_per_step", "tokens", "tau", "alpha",
+    "alpha_conditional", "tokens_per_s", "plain_tokens_per_s", "speedup", "draft_share", "verify_share",
+    "identical_to_plain",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config():
+    config = RecipeConfig()
+    config.eval.k, config.eval.batch, config.eval.max_new_tokens = [3], [4], 16
+    config.eval.speed_prompts, config.eval.speed_tokens = [2], 8
+    return config
+
+
+@pytest.fixture
+def questions(prompts):
+    heldout = [EvalPrompt(f"p{i}", "heldout", [], ids) for i, ids in enumerate(prompts * 2)]
+    return heldout + [EvalPrompt(f"q{i}", "other", [], ids) for i, ids in enumerate(prompts[:3])]
+
+
+def by(results, **wanted):
+    return [r for r in results if all(r[key] == value for key, value in wanted.items())]
+
+
+def test_the_plan_covers_every_prompt_once_per_drafter_and_plain_texts_come_first(config, questions):
+    units = plan_units(config, questions)
+    assert units == plan_units(config, questions) and len({unit.name for unit in units}) == len(units)
+    done = set()
+    for unit in units:
+        assert unit.needs is None or unit.needs in done
+        done.add(unit.name)
+    for drafter, k in (("none", 0), ("head", 3), ("ngram", 3), ("head+ngram", 3)):
+        mine = [unit for unit in units if unit.kind == "acceptance" and unit.runs == [(drafter, k)]]
+        assert sorted(p.id for unit in mine for p in unit.prompts) == sorted(p.id for p in questions)
+    timed = [unit for unit in units if unit.kind == "speed"]
+    assert [(unit.suite, unit.prompts[0].id) for unit in timed] == [
+        ("heldout", "p0"), ("heldout", "p1"), ("other", "q0"), ("other", "q1"),
+    ]  # fmt: skip
+    assert all(unit.runs[0] == ("none", 0) and len(unit.runs) == 4 and unit.batch == 1 for unit in timed)
+
+
+def test_speed_prompts_may_differ_per_suite(config, questions):
+    config.eval.speed_prompts = [3, 0]
+    timed = [unit.suite for unit in plan_units(config, questions) if unit.kind == "speed"]
+    assert timed == ["heldout"] * 3
+    config.eval.speed_prompts = [1, 2, 3]
+    with pytest.raises(ValueError, match="one for each of 2 suites"):
+        plan_units(config, questions)
+
+
+def test_a_sweep_has_one_result_per_combination(config, questions, target, head, tmp_path):
+    config.eval.k, config.eval.temperature, config.eval.batch = [1, 3], [0.0, 0.8], [2, 8]
+    config.eval.speed_prompts = [1]
+    units = plan_units(config, questions[-3:])
+    work(config, target, head, units, tmp_path)
+    results = finish(config, units, tmp_path)["results"]
+    assert len(by(results, kind="acceptance")) == 2 * 2 * (1 + 3 * 2)  # temperatures, batches, plain + drafters x k
+    assert len(by(results, kind="speed")) == 2 * (1 + 3 * 2)
+    alike = by(results, kind="acceptance", drafter="head", k=3, temperature=0.8)
+    assert [r["batch"] for r in alike] == [2, 8] and alike[0]["accepted_per_step"] == alike[1]["accepted_per_step"]
+
+
+def test_results_have_every_key_and_follow_from_the_raw_counts(config, questions, target, head, tmp_path):
+    units = plan_units(config, questions)
+    work(config, target, head, units, tmp_path, workers=2)
+    made = finish(config, units, tmp_path, head="the head")
+    json.dumps(made)
+    assert made["units"] == len(units) and made["left_out"] == {} and status(tmp_path, units)["done"] == len(units)
+    for r in made["results"]:
+        assert not KEYS - r.keys()
+        steps = len(r["accepted_per_step"])
+        assert r["steps"] == steps and r["accepted"] == sum(r["accepted_per_step"])
+        assert r["tau"] == pytest.approx(1 + r["accepted"] / steps)
+        for depth, alpha in enumerate(r["alpha"], 1):
+            assert alpha == pytest.approx(sum(a >= depth for a in r["accepted_per_step"]) / steps)
+        assert len(r["alpha"]) == len(r["alpha_conditional"]) == r["k"]
+        assert r["tokens"] == r["prompts"] + steps + r["accepted"]  # prefill's token, bonus tokens, drafts
+        assert r["tau_ci"][0] <= r["tau"] <= r["tau_ci"][1]
+        assert r["speedup"] == pytest.approx(r["tokens_per_s"] / r["plain_tokens_per_s"])
+        assert 0 < r["draft_share"] + r["verify_share"] <= 1 and r["concurrent_workers"] == 2
+        assert r["head"] == ("the head" if "head" in r["drafter"] else None)
+        assert r["identical_to_plain"] is (None if r["drafter"] == "none" else True)
+    plain = by(made["results"], kind="acceptance", suite="heldout", drafter="none")[0]
+    assert plain["tau"] == 1 and plain["speedup"] == 1 and plain["prompts"] == 16
+    assert len(by(made["results"], suite="other", kind="speed")) == 4
+
+
+def test_a_text_that_differs_from_the_plain_one_is_reported_with_both_logits(config, questions, target, head, tmp_path):
+    config.eval.drafters, config.eval.speed_prompts = ["ngram"], [0]
+    units = plan_units(config, questions[:4])
+    work(config, target, None, units[:1], tmp_path)
+    path = tmp_path / "units" / f"{units[0].name}.json"
+    written = read_json(path)
+    written["rows"][2]["ids"][5] += 1  # the stored plain text is now wrong in one place
+    write_json(path, written)
+    work(config, target, None, units, tmp_path)
+    result = by(finish(config, units, tmp_path)["results"], drafter="ngram")[0]
+    assert result["identical_to_plain"] is False
+    assert len(result["differences"]) == 1 and "token 5: plain" in result["differences"][0]
+
+
+def test_a_prompt_beyond_the_targets_positions_is_left_out_and_counted(config, questions, target, tmp_path):
+    config.eval.drafters = ["ngram"]
+    long = EvalPrompt("long", "heldout", [], [7] * 505)
+    units = plan_units(config, [*questions[:3], long])
+    work(config, target, None, units, tmp_path)
+    made = finish(config, units, tmp_path)
+    assert made["left_out"] == {"longer_than_the_target's_positions": 1}
+    assert {r["prompts"] for r in by(made["results"], kind="acceptance")} == {3}
+
+
+def test_unfinished_or_untokenised_work_is_refused(config, questions, tmp_path):
+    units = plan_units(config, questions)
+    with pytest.raises(ValueError, match="not finished; start it again"):
+        finish(config, units, tmp_path)
+    with pytest.raises(ValueError, match="prompt x of suite heldout has no token ids"):
+        plan_units(config, [EvalPrompt("x", "heldout", [])])
+
+
+def test_units_claimed_by_another_process_are_left_to_it(config, questions, target, tmp_path):
+    config.eval.drafters, config.eval.speed_prompts = ["ngram"], [0]
+    units = plan_units(config, questions[:4])[:1]
+    asleep, file = [], tmp_path / "units" / f"{units[0].name}.json"
+    with claimed(tmp_path / "claims" / f"{units[0].name}.lock") as mine, pytest.MonkeyPatch.context() as patch:
+        assert mine
+        patch.setattr(time, "sleep", lambda seconds: asleep.append(seconds) or write_json(file, {}))
+        work(config, target, None, units, tmp_path)  # returns once the other one has left its file
+    assert asleep and read_json(file) == {}
+
+
+def _worker(make_units, folder):
+    import torch
+
+    torch.set_num_threads(1)
+    config, target, units = make_units()
+    work(config, target, None, units, folder, workers=2)
+
+
+def test_a_killed_worker_loses_its_unit_only_and_the_texts_are_the_same_as_alone(config, questions, target, tmp_path):
+    config.eval.drafters, config.eval.speed_prompts, config.eval.batch = ["ngram"], [0], [1]
+    config.eval.temperature, config.eval.max_new_tokens = [0.0, 0.9], 8
+    units = plan_units(config, questions[:16])
+    start, made = multiprocessing.get_context("fork"), lambda: (config, target, units)
+    workers = [start.Process(target=_worker, args=(made, tmp_path / "shared")) for _ in range(2)]
+    for process in workers:
+        process.start()
+    while status(tmp_path / "shared", units)["done"] < 3:
+        time.sleep(0.005)
+        assert any(process.is_alive() for process in workers)
+    os.kill(workers[0].pid, signal.SIGKILL)
+    for process in workers:
+        process.join()
+    assert workers[1].exitcode == 0 and status(tmp_path / "shared", units)["done"] == len(units)
+    work(config, target, None, units, tmp_path / "alone")
+    for unit in units:
+        rows = [read_json(tmp_path / where / "units" / f"{unit.name}.json")["rows"] for where in ("shared", "alone")]
+        assert [r["ids"] for r in rows[0]] == [r["ids"] for r in rows[1]]
