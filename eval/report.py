@@ -234,7 +234,7 @@ def data_facts(run: Path, config: dict[str, Any], warnings: list[str]) -> dict[s
     facts["on_policy"] = (section.get("responses") or {}).get("backend", "local") != "given"
     facts["sources"] = [source.get("source") for source in section.get("prompts") or []]
     facts["responses_used"] = counts.get("train", counts.get("rows"))
-    facts["response_tokens"] = counts.get("supervised")
+    facts["response_tokens"] = counts.get("supervised_train")
     return facts
 
 

@@ -37,7 +37,7 @@ def title(report: dict[str, Any]) -> str:
 
 def duration(seconds: float) -> str:
     if seconds < 90:
-        return f"{seconds:.0f} seconds"
+        return f"{seconds:.0f} seconds" if seconds >= 10 else f"{seconds:.1f} seconds"
     if seconds < 5400:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours"

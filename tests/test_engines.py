@@ -1,11 +1,22 @@
 """Layer numberings: one choice of taps, written down for every engine."""
 
+import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from headtrain.engines import TapsError, check_taps, default_taps, engine_ids, sglang_rules_agree, taps_from_ids
+from headtrain.engines import (
+    TapsError,
+    check_taps,
+    default_taps,
+    engine_ids,
+    servable_name,
+    serve_command,
+    sglang_rules_agree,
+    taps_from_ids,
+)
 
 # Worked by hand for a target of 36 blocks: (engine, taps, ids).
 TABLE = [
@@ -80,6 +91,22 @@ def test_ids_copied_unchanged_between_engines_mean_other_layers():
 def test_an_unknown_engine_is_an_error_that_lists_the_known_ones():
     with pytest.raises(TapsError, match="sglang_first_is_1"):
         engine_ids("vlm", [2, 18, 33], 36)
+
+
+def test_the_serve_command_survives_a_shell_and_carries_valid_json():
+    words = shlex.split(serve_command("vllm", "org/Name-7B", "my runs/head", 4))
+    assert words[:4] == ["vllm", "serve", "org/Name-7B", "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "eagle3", "model": "my runs/head", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match="sglang"):
+        serve_command("sglang", "org/Name-7B", "head", 4)
+
+
+def test_only_a_hub_id_is_named_in_a_serve_command(tmp_path, monkeypatch):
+    assert servable_name("org/Name-7B") == "org/Name-7B"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    for local in ("models/mine", str(tmp_path / "models" / "mine"), "package:a/b.gguf", None):
+        assert servable_name(local) == "TARGET"
 
 
 def test_reading_the_numberings_imports_no_torch():

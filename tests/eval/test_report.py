@@ -1,5 +1,7 @@
 """The report of a run: numbers recomputed from raw steps, sentences, privacy, and runs with pieces missing."""
 
+import copy
+import functools
 import json
 import math
 import random
@@ -70,6 +72,11 @@ def result(kind, suite, drafter, prompts, seed, speed=None):
 
 
 def make_results():
+    return copy.deepcopy(_results())
+
+
+@functools.cache
+def _results():
     rows = []
     for kind, counts in (("acceptance", (64, 40)), ("speed", (12, 8))):
         for (suite, prompts), offset in zip((("heldout", counts[0]), ("humaneval", counts[1])), (0, 50), strict=True):
@@ -120,7 +127,7 @@ def make_run(run):
     manifests = {
         "prompts": ({"read": 94145, "prompts": 672, "heldout": 64, "valid": 32, "train": 576},
                     {"over_limit": 10941, "filter_max_chars": 3120, "unknown_role: tool": 2, "duplicate": 801}),
-        "responses": ({"rows": 608, "tokens": 121000, "supervised": 82510, "supervised_share": 0.6819, "train": 576,
+        "responses": ({"rows": 608, "tokens": 121000, "supervised": 82510, "supervised_train": 78710, "train": 576,
                        "valid": 32, "finish_stop": 150, "finish_length": 458, "truncated": 458}, {}),
         "captures": ({"rows": 608, "tokens": 121000, "supervised": 82510, "bytes": 558000000}, {}),
     }  # fmt: skip
@@ -387,6 +394,21 @@ def test_the_page_fetches_nothing_and_runs_nothing(run):
     assert page.fetched == [] and not {"script", "link", "iframe", "img"} & set(page.tags)
     assert not re.search(r"https?://|url\(|@import|//[a-z]", text)
     assert page.tags.count("svg") == 12
+
+
+def test_the_headline_counts_the_rows_and_tokens_that_were_trained_on(run):
+    text = build(run, make_results())["summary"]["headline"]
+    assert text == (
+        "An EAGLE-3 head (3,192 parameters) for SmolLM2-135M-Instruct.Q4_1, trained on 576 of the model's own answers "
+        "(78,710 tokens) in 7 minutes."
+    )
+
+
+def test_answers_of_the_data_set_are_called_off_policy(run):
+    (run / "config.yaml").write_text(CONFIG.replace("backend: local", "backend: given"))
+    report = build(run, make_results())
+    assert "off-policy" in report["summary"]["headline"] and "own answers" not in report["summary"]["headline"]
+    assert "Off-policy" in " ".join(page_of(run).text)
 
 
 def test_the_page_shows_the_headline_both_suites_and_every_drafter(run):
