@@ -174,7 +174,7 @@ def answer(
     for row, ids in enumerate(prompts):
         kept.ids_BS[row, : len(ids)] = torch.tensor(ids, device=device)
     starts_B, budgets_B = torch.tensor(starts, device=device), torch.tensor(budgets, device=device)
-    ends = torch.tensor(sorted(target.eos_ids), device=device)
+    ends = torch.tensor(sorted(target.eos_ids), dtype=torch.int64, device=device)
     stopped_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
     cache, last_BH = _prefill(target, kept, prompts, slots, taps)
