@@ -49,7 +49,7 @@ class KVCache:
         return out[0], out[1]
 
     def move(self, rows: Tensor, source: Tensor, destination: Tensor) -> None:
-        """Copies slot `source[i]` of row `rows[i]` to slot `destination[i]` in every layer (after a tree's acceptance)."""
+        """Copies slot source[i] of row rows[i] to slot destination[i], in every layer (after a tree's acceptance)."""
         for store in (*self.keys.values(), *self.values.values()):
             store[rows, :, destination] = store[rows, :, source]
 

@@ -30,6 +30,7 @@ class TargetError(ValueError):
 
 # ------------------------------------------------------------------------------------------------- attention
 
+
 def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
     """Attention over [B, heads, L, D] queries and [B, J, S, D] keys, grouped, in torch's fused kernel where it can.
 
@@ -70,6 +71,7 @@ def _register_attention() -> None:
 
 # ------------------------------------------------------------------------------------------------- GGUF
 
+
 def dequantized_gguf(path: str) -> str:
     """Folder of the fp32 safetensors copy of a GGUF file, made once and kept in the cache under the file's sha256."""
     folder = cache_dir() / "gguf" / sha256_file(path)[:32]
@@ -91,6 +93,7 @@ def dequantized_gguf(path: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- the target
+
 
 @dataclass
 class TargetStates:
@@ -130,7 +133,10 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype or config.dtype), attn_implementation=config.attn_implementation, **options
+                path,
+                dtype=getattr(torch, dtype or config.dtype),
+                attn_implementation=config.attn_implementation,
+                **options,
             )
         except (OSError, ValueError) as error:
             raise TargetError(f"target.model={config.model}: {error}") from error
@@ -184,12 +190,15 @@ class Target:
             options[self._cache_argument] = cache
         with self._tapped(taps) as tapped:
             output = self.backbone(
-                input_ids=tokens_BL, attention_mask=self._masks(mask_BLS, positions_BL), position_ids=positions_BL, **options
+                input_ids=tokens_BL,
+                attention_mask=self._masks(mask_BLS, positions_BL),
+                position_ids=positions_BL,
+                **options,
             )
         return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
 
     def logits(self, last: Tensor) -> Tensor:
-        """lm_head with the family's scaling, from hidden states [..., H] after the final norm; [..., V] in the model's dtype."""
+        """lm_head with the family's scaling: [..., V] in the model's dtype, from hidden [..., H] after the final norm."""
         logits = self.lm_head(last)
         if scaling := getattr(self.config, "logits_scaling", None):  # Granite
             logits = logits / scaling
@@ -223,8 +232,8 @@ class Target:
         for way, logits in ours.items():
             if (gap := float((logits - theirs).abs().max())) > tolerance:
                 raise TargetError(
-                    f"{self.name}: logits through {way} differ from the model's own by {gap:.3g} (allowed {tolerance:.3g}); "
-                    f"the {self.config.model_type} family needs an adapter in headtrain/target.py"
+                    f"{self.name}: logits through {way} differ from the model's own by {gap:.3g} (allowed {tolerance:.3g});"
+                    f" the {self.config.model_type} family needs an adapter in headtrain/target.py"
                 )
 
     @contextlib.contextmanager
@@ -290,10 +299,11 @@ def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module
 
 # ------------------------------------------------------------------------------------------------- parts for training
 
+
 @dataclass
 class TargetParts:
-    """The few tensors of a target that training needs, in its checkpoint's dtype: `embedding` and `lm_head`, both [V, T],
-    `norm_weight` [T]; its text config, rope description and end tokens."""
+    """The few tensors of a target that training needs, in its checkpoint's dtype: `embedding` and `lm_head`, both
+    [V, T], `norm_weight` [T]; its text config, rope description and end tokens."""
 
     embedding: Tensor
     lm_head: Tensor
@@ -320,7 +330,9 @@ def load_parts(config: TargetConfig) -> TargetParts:
             target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
         names = {id(p): n for n, p in target.model.named_parameters(remove_duplicate=False)}
         wanted = {"embedding": target.embed.weight, "lm_head": target.lm_head.weight, "norm_weight": target.norm.weight}
-        index = cached_file(path, "model.safetensors.index.json", revision=config.revision, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(
+            path, "model.safetensors.index.json", revision=config.revision, _raise_exceptions_for_missing_entries=False
+        )
         files = json.loads(Path(index).read_text())["weight_map"] if index else {}
         tensors = {}
         for part, parameter in wanted.items():
@@ -328,11 +340,13 @@ def load_parts(config: TargetConfig) -> TargetParts:
             for name in aliases:
                 file = cached_file(path, files.get(name, "model.safetensors"), revision=config.revision)
                 with safe_open(file, "pt") as handle:
-                    if name in handle.keys():  # noqa: SIM118: not a dict
+                    if name in set(handle.keys()):
                         tensors[part] = handle.get_tensor(name)
                         break
             else:
-                raise TargetError(f"target.model={config.model}: no tensor {names[id(parameter)]} ({part}) in its safetensors files")
+                raise TargetError(
+                    f"target.model={config.model}: no tensor {names[id(parameter)]} ({part}) in its safetensors files"
+                )
     except (OSError, ValueError) as error:
         raise TargetError(f"target.model={config.model}: {error}") from error
     return TargetParts(config=target.config, rope=target.rope(), eos_ids=target.eos_ids, **tensors)

@@ -34,7 +34,9 @@ class Batch:
     last_NT: Tensor  # target hidden state after the final norm; zeros at a document's last position
     argmax_N: Tensor  # int64, the target's choice for the next token
     logsumexp_N: Tensor  # float32, of the target's logits
-    count_D: Tensor | None = None  # float32, trained pairs per depth of the whole optimizer step (all ranks, all micro-batches)
+    count_D: Tensor | None = (
+        None  # float32, trained pairs per depth of the whole optimizer step (all ranks, all micro-batches)
+    )
     parts: int = 1  # world size x accumulation steps: micro-batches in that optimizer step
     rows: list[str] = field(default_factory=list)  # ids of the documents, for messages
 
@@ -52,7 +54,7 @@ class Batch:
 
 @dataclass
 class HeadOutput:
-    """`loss`: scalar for backward. The rest are detached float32 sums per depth, to be added up over micro-batches and ranks."""
+    """`loss`: scalar for backward. The rest: detached float32 sums per depth, to be added over micro-batches and ranks."""
 
     loss: Tensor
     loss_D: Tensor  # sum of the objective over trained pairs
@@ -123,8 +125,10 @@ class Head(nn.Module):
         """An empty drafting state for `batch` requests of at most `capacity` tokens."""
         raise NotImplementedError
 
-    def extend(self, state: Any, tokens_BL: Tensor, taps_BLAT: Tensor, last_BLT: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Feeds the true prefix: slot features and the token *after* each slot; row b's first counts_b entries are real.
+    def extend(
+        self, state: Any, tokens_BL: Tensor, taps_BLAT: Tensor, last_BLT: Tensor, counts_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Feeds the true prefix: slot features and the token *after* each slot; row b's first counts_B[b] are real.
 
         Drops whatever was drafted since the last call. Returns logits over the draft vocab [B, draft vocab] and hidden
         [B, H] at each row's last real slot: the first drafting step.
@@ -132,7 +136,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def expand(self, state: Any, tokens_B: Tensor, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """One more drafting step of a chain: (logits [B, draft vocab], hidden [B, H]) after draft tokens `tokens_B` (target ids)."""
+        """One more drafting step of a chain, after draft tokens `tokens_B` (target ids): logits [B, draft vocab], hidden [B, H]."""
         raise NotImplementedError
 
     def select(self, state: Any, rows: Tensor) -> None:
@@ -158,7 +162,7 @@ def head_class(kind: str) -> type[Head]:
 
 
 def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Head:
-    """A head for a target, ready to train: fresh by the recipe, or continued from `head.init_from` (whose mapping wins).
+    """A head for a target, ready to train: fresh, or continued from `head.init_from` (whose mapping wins).
 
     supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
     the draft vocabulary is chosen by the first, then by the second.
@@ -167,7 +171,10 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
     if section.init_from:
         head = load_head(section.init_from, embedding)
         if head.config.vocab_size != len(lm_head):
-            raise ValueError(f"head.init_from={section.init_from}: made for {head.config.vocab_size} tokens, the target has {len(lm_head)}")
+            raise ValueError(
+                f"head.init_from={section.init_from}: made for {head.config.vocab_size} tokens, "
+                f"the target has {len(lm_head)}"
+            )
         inside, total = coverage(supervised_V, head.t2d)
         log.info("mapping taken from parent; covers %.1f %% of the new supervised tokens", 100 * inside / max(total, 1))
     else:
@@ -178,12 +185,14 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         head.lm_head.weight.data.copy_(lm_head[selected])
     head.attach(embedding, lm_head)
     head.objective, head.decay = recipe.train.objective, recipe.train.decay
-    head.logit_scale = 1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
+    head.logit_scale = (
+        1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
+    )
     return head
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Writes config.json and model.safetensors in the portable layout (see the head's `portable_config`), atomically per file."""
+    """Writes config.json and model.safetensors in the portable layout (`portable_config`), each file atomically."""
     from safetensors.torch import save_file
 
     from headtrain.files import write_json, writing
@@ -212,7 +221,9 @@ def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.
             raise ValueError(f"{folder} is not a head folder: {name} is missing")
     written = json.loads((folder / "config.json").read_text())
     if "headtrain" not in written:
-        raise ValueError(f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)")
+        raise ValueError(
+            f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)"
+        )
     config = HeadConfig(**written["headtrain"])
     head = head_class(config.type)(config)
     head.load_portable(load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))

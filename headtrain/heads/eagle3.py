@@ -1,8 +1,9 @@
 """EAGLE-3: one decoder layer over [token embedding; fused target features], unrolled over its own hidden states.
 
 Source: Li et al., EAGLE-3 (arXiv 2503.01840). Wiring as vLLM, SGLang, TensorRT-LLM and llama.cpp run it:
-features = fc(taps); x = features (or their norm); attention over [input_layernorm(e); hidden_norm(features)]; x += attention;
-x += mlp(post_attention_layernorm(x)); logits = lm_head(norm(x)); x, before the norm, is the next depth's features.
+features = fc(taps); x = features (or their norm); attention over [input_layernorm(e); hidden_norm(features)];
+x += attention; x += mlp(post_attention_layernorm(x)); logits = lm_head(norm(x)); x, before the norm, is the next
+depth's features.
 
 Shapes: N packed positions, M active slots of a depth, H hidden, A taps, G query heads per key head, J key heads, D head
 size, V draft vocabulary, B requests, L new tokens, S cache slots.
@@ -46,7 +47,12 @@ class _Layer(nn.Module):
             return nn.Linear(inputs, outputs, bias=False)
 
         self.self_attn = nn.ModuleDict(
-            {"q_proj": linear(2 * h, q), "k_proj": linear(2 * h, kv), "v_proj": linear(2 * h, kv), "o_proj": linear(q, h)}
+            {
+                "q_proj": linear(2 * h, q),
+                "k_proj": linear(2 * h, kv),
+                "v_proj": linear(2 * h, kv),
+                "o_proj": linear(q, h),
+            }
         )
         self.mlp = nn.ModuleDict({"gate_proj": linear(h, i), "up_proj": linear(h, i), "down_proj": linear(i, h)})
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -148,7 +154,7 @@ class Eagle3Head(Head):
         return rms_norm(embedded, self.midlayer.input_layernorm.weight, self.config.rms_norm_eps)
 
     def _split(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [..., G, J, D] (a key head's query heads lie side by side in the weights), k and v [..., J, D]; rope applied."""
+        """q [..., G, J, D] (a key head's query heads lie side by side in the weights), k and v [..., J, D], with rope."""
         c, j = self.config, self.config.num_key_value_heads
         q, k, v = qkv.split([c.num_attention_heads * c.head_dim, j * c.head_dim, j * c.head_dim], -1)
         cos, sin = rope_tables(self._frozen("inverse"), self._rope_scaling, positions)
@@ -207,9 +213,11 @@ class Eagle3Head(Head):
             yield slots, normed
 
     def forward(self, batch: Batch) -> HeadOutput:
-        """Loss Σ_d decay^d · Σ_pairs objective · parts / count_D[d], over the trained pairs (see vocab.trained_pairs)."""
+        """Loss Σ_d decay^d · Σ_pairs objective · parts / count_D[d] over the trained pairs (vocab.trained_pairs)."""
         c, n = self.config, len(batch.ids_N)
-        trained_DN, reach_DN = trained_pairs(batch.supervised_N, batch.argmax_N, self.t2d_or_none, batch.cu_R1, c.unroll)
+        trained_DN, reach_DN = trained_pairs(
+            batch.supervised_N, batch.argmax_N, self.t2d_or_none, batch.cu_R1, c.unroll
+        )
         w_embed, _ = self._projections()
         embedded_N = F.linear(self._embed(batch.ids_N), w_embed)  # once for all depths
         outputs, at, weights, depth_of = [], [], [], []
@@ -217,7 +225,9 @@ class Eagle3Head(Head):
         total_D = count_D if batch.count_D is None else batch.count_D
         scale_D = self.decay ** torch.arange(c.unroll, device=count_D.device) * batch.parts / total_D.clamp(min=1)
         next_token = lambda depth, slots: embedded_N[(slots + 1 + depth).clamp(max=n - 1)]  # noqa: E731
-        for depth, (slots, normed) in enumerate(self._unroll(batch, _segments(batch, reach_DN[0]), c.unroll, True, next_token)):
+        for depth, (slots, normed) in enumerate(
+            self._unroll(batch, _segments(batch, reach_DN[0]), c.unroll, True, next_token)
+        ):
             keep = trained_DN[depth][slots]
             outputs.append(normed[keep])
             at.append(slots[keep] + 1 + depth)
@@ -247,7 +257,9 @@ class Eagle3Head(Head):
             ids = batch.ids_N[(slots + 1).clamp(max=n - 1)] if depth == 0 else drafts[slots, depth - 1]
             return F.linear(self._embed(ids), w_embed)
 
-        for depth, (slots, normed) in enumerate(self._unroll(batch, _segments(batch, reach_DN[0]), depths, False, embed_next)):
+        for depth, (slots, normed) in enumerate(
+            self._unroll(batch, _segments(batch, reach_DN[0]), depths, False, embed_next)
+        ):
             drafts[slots, depth] = self.to_target_ids(self.lm_head(normed).argmax(-1))
         return drafts
 
@@ -294,7 +306,9 @@ class Eagle3Head(Head):
         window = min(state.longest + state.depth, state.keys.shape[1])
         seen = torch.arange(window, device=q_BGJD.device) < (state.length_B + state.depth)[:, None]
         attended = F.scaled_dot_product_attention(
-            q_BGJD.transpose(1, 2), state.keys[:, :window].transpose(1, 2), state.values[:, :window].transpose(1, 2),
+            q_BGJD.transpose(1, 2),
+            state.keys[:, :window].transpose(1, 2),
+            state.values[:, :window].transpose(1, 2),
             attn_mask=seen[:, None, None],
         )  # [B, J, G, D]: the query heads of a key head stand where a sequence would
         normed, hidden = self._finish(self._residual(features_BH), attended.transpose(1, 2))
@@ -363,9 +377,14 @@ class Eagle3Head(Head):
 
 # ---------------------------------------------------------------------------------------------------- slots of segments
 
+
 def _segments(batch: Batch, reach_N: Tensor) -> list[Segment]:
     """The runs of consecutive slots where reach_N is true, with the document each lies in."""
-    edges = torch.diff(reach_N.to(torch.int8), prepend=reach_N.new_zeros(1, dtype=torch.int8), append=reach_N.new_zeros(1, dtype=torch.int8))
+    edges = torch.diff(
+        reach_N.to(torch.int8),
+        prepend=reach_N.new_zeros(1, dtype=torch.int8),
+        append=reach_N.new_zeros(1, dtype=torch.int8),
+    )
     firsts, stops = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
     starts = batch.cu_R1.tolist()
     out, document = [], 0

@@ -1,7 +1,7 @@
 """Building blocks of heads: rope, and the two fused steps that make the unrolled training forward cheap.
 
-`depth_attention`: attention of one unroll depth in memory linear in the length. `fused_loss`: lm_head + objective on the
-trained rows only, in chunks, with the gradients computed in the forward, so that no [rows, vocabulary] tensor survives.
+`depth_attention`: attention of one unroll depth in memory linear in the length. `fused_loss`: lm_head + objective on
+the trained rows only, in chunks, with the gradients computed in the forward, so that no [rows, vocabulary] tensor survives.
 
 Shapes: N packed positions, M active rows of one depth, G query heads per key head, J key heads, D head size, H hidden,
 V draft vocabulary, T target hidden.
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from headtrain.heads.objectives import Rows
 
-
 # ---------------------------------------------------------------------------------------------------- rope
+
 
 def rope_inverse_frequencies(rope: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """(inverse frequencies float32 [D/2], attention scaling) of a rope description, by transformers' own rules."""
@@ -49,6 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- attention
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -110,7 +111,10 @@ class _DepthAttention(torch.autograd.Function):
             rows = slice(at, at + segment.stop - segment.first)
             at = rows.stop
             q = q_MGJD[rows].permute(1, 2, 0, 3)  # [G, J, L, D]
-            parts = [block(q, *_heads(k_NJD, v_NJD, keys, len(q)), causal, scale)[:2] for keys, causal in _key_ranges(segment)]
+            parts = [
+                block(q, *_heads(k_NJD, v_NJD, keys, len(q)), causal, scale)[:2]
+                for keys, causal in _key_ranges(segment)
+            ]
             out, lse = parts[-1]
             if len(parts) == 2:
                 lse = torch.logaddexp(parts[0][1], parts[1][1])
@@ -133,7 +137,10 @@ class _DepthAttention(torch.autograd.Function):
         q_MGJD, k_NJD, v_NJD, out_MGJD, lse_MGJ, *diagonals = ctx.saved_tensors
         _, block_backward = _blocks(q_MGJD.device)
         scale, at = ctx.scale, 0
-        dq, dk, dv = torch.zeros_like(q_MGJD, dtype=torch.float32), *(torch.zeros_like(x, dtype=torch.float32) for x in (k_NJD, v_NJD))
+        dq, dk, dv = (
+            torch.zeros_like(q_MGJD, dtype=torch.float32),
+            *(torch.zeros_like(x, dtype=torch.float32) for x in (k_NJD, v_NJD)),
+        )
         for segment in ctx.segments:
             rows = slice(at, at + segment.stop - segment.first)
             at = rows.stop
@@ -162,18 +169,24 @@ def _heads(k_NJD: Tensor, v_NJD: Tensor, keys: slice, groups: int) -> tuple[Tens
 
 
 def depth_attention(
-    q_MGJD: Tensor, k_NJD: Tensor, v_NJD: Tensor, diagonals: list[tuple[Tensor, Tensor]], segments: list[Segment], scale: float
+    q_MGJD: Tensor,
+    k_NJD: Tensor,
+    v_NJD: Tensor,
+    diagonals: list[tuple[Tensor, Tensor]],
+    segments: list[Segment],
+    scale: float,
 ) -> Tensor:
     """Attention of one unroll depth, exact, in memory linear in the length.
 
     The M rows are the slots of `segments`, one after another. A row sees the depth-0 keys of its document up to its own
-    slot, and of each later depth only the key of its own slot (`diagonals`, a (k, v) pair [M, J, D] per depth). The block
-    runs through a flash kernel; the diagonal terms are merged into it by log-sum-exp. Returns [M, G, J, D].
+    slot, and of each later depth only the key of its own slot (`diagonals`, a (k, v) pair [M, J, D] per depth). The
+    block runs through a flash kernel; the diagonal terms are merged into it by log-sum-exp. Returns [M, G, J, D].
     """
     return _DepthAttention.apply(segments, scale, q_MGJD, k_NJD, v_NJD, *[x for pair in diagonals for x in pair])
 
 
 # ---------------------------------------------------------------------------------------------------- loss
+
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod

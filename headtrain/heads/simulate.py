@@ -75,6 +75,4 @@ def from_histogram(steps_K1: Tensor) -> Acceptance:
     steps = int(steps_K1.sum())
     at_least = steps_K1.flip(0).cumsum(0).flip(0)[1:].tolist()
     accepted = int(sum(at_least))
-    return Acceptance(
-        steps, accepted, 1 + accepted / max(steps, 1), [count / max(steps, 1) for count in at_least]
-    )
+    return Acceptance(steps, accepted, 1 + accepted / max(steps, 1), [count / max(steps, 1) for count in at_least])

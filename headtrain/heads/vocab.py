@@ -18,8 +18,10 @@ def draft_size(size: int | str | None, vocab_size: int) -> int:
     return size
 
 
-def choose_draft_vocab(counts_V: Tensor, size: int, always: set[int] = frozenset(), backup_V: Tensor | None = None) -> Tensor:
-    """The chosen target ids, ascending int64 [size]: `always` first, then by count, then by backup count, then lowest id."""
+def choose_draft_vocab(
+    counts_V: Tensor, size: int, always: set[int] = frozenset(), backup_V: Tensor | None = None
+) -> Tensor:
+    """The chosen target ids, ascending int64 [size]: `always`, then by count, by backup count, by lowest id."""
     vocab = len(counts_V)
     size = draft_size(size, vocab)
     backup_V = torch.zeros_like(counts_V) if backup_V is None else backup_V

@@ -33,7 +33,7 @@ def make_batch(lengths=(13, 9, 17), prompts=(4, 2, 6), seed=1):
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     supervised = torch.cat([torch.arange(t) >= p for t, p in zip(lengths, prompts, strict=True)])
-    supervised[sum(lengths[:2]) + 10] = False  # a second span in the last document
+    supervised[sum(lengths[:2]) + 10] = False  # two spans in the last document
     last = torch.randn(n, T, generator=g)
     return Batch(
         ids_N=torch.randint(0, V, (n,), generator=g),
@@ -143,11 +143,15 @@ def test_drafting_step_by_step_gives_the_logits_of_the_training_forward():
 def test_draft_all_equals_drafting_from_each_slot_alone():
     head, batch = make_head(), make_batch()
     drafts = head.draft_all(batch, 3)
-    a, b = 0, 13
+    a = 0
     for slot in range(3, 11):
         state = head.start(1, 40)
         logits, hidden = head.extend(
-            state, batch.ids_N[a + 1 : slot + 2][None], batch.taps_NAT[a : slot + 1][None], None, torch.tensor([slot + 1])
+            state,
+            batch.ids_N[a + 1 : slot + 2][None],
+            batch.taps_NAT[a : slot + 1][None],
+            None,
+            torch.tensor([slot + 1]),
         )
         for depth in range(3):
             token = head.to_target_ids(logits.argmax(-1))
