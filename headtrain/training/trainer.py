@@ -168,6 +168,8 @@ def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> tuple[Any, G
 
     settings = engine_config(config.train)
     head.to(ranks.device)
+    if config.train.optimizer == "muon" and ranks.device.type == "cpu":
+        torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon, on a CPU with a C++ compiler and for long
     optimizer = make_optimizer(head, config.train)
     with quiet():
         engine, *_ = deepspeed.initialize(model=head, optimizer=optimizer, config=settings)

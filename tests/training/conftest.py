@@ -1,0 +1,51 @@
+"""Fixtures of the trainer's tests: the toy of toy.py, trained in this process (which stays a run of one process)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+TOY = Path(__file__).with_name("toy.py")
+
+
+def _load_toy():
+    spec = importlib.util.spec_from_file_location("headtrain_toy", TOY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def toy():
+    return _load_toy()
+
+
+@pytest.fixture
+def train(toy, monkeypatch):
+    """train(run, **options): makes the toy run when it is missing, trains it here; returns the log's lines."""
+    from headtrain.training import trainer
+
+    monkeypatch.setattr(trainer, "build_head", toy.toy_head)
+    monkeypatch.setattr(trainer, "leave", lambda: None)  # the process group serves all tests of this process
+
+    def run_it(run: Path, **options):
+        if not (run / "captures").is_dir():
+            toy.make_run(run)
+        trainer.train(toy.recipe(**options), run)
+        return [json.loads(line) for line in (run / "training" / "log.jsonl").read_text().splitlines()]
+
+    return run_it
+
+
+@pytest.fixture
+def weights():
+    """weights(run): the fp32 weights in the newest checkpoint."""
+    from safetensors.torch import load_file
+
+    def read(run: Path):
+        return load_file(sorted((run / "training" / "checkpoints").glob("step-*"))[-1] / "head.safetensors")
+
+    return read
