@@ -96,10 +96,11 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
         with _display(label) as show:
             running = True
             while running:
-                running = any(process.poll() is None for process in started)
-                for child, process in zip(children, started, strict=True):
-                    if process.returncode:
-                        raise StageFailed(last_words(label, child.log, process.returncode))
+                states = [process.poll() for process in started]
+                running = None in states
+                for child, state in zip(children, states, strict=True):
+                    if state:
+                        raise StageFailed(last_words(label, child.log, state))
                 show(poll())
                 time.sleep(POLL if running else 0)
     finally:

@@ -1,0 +1,155 @@
+"""Whole runs through the command line, on tiny random targets."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from headtrain import configload, pipeline
+from headtrain.config import ConfigError
+from headtrain.files import Manifest, claimed, read_json
+
+
+def fit(headtrain, run, *more):
+    done = headtrain("fit", f"run_dir={run}", "smoke=true", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def times(run) -> dict:
+    """When each file of a run was last written."""
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def check_run(run, config) -> None:
+    """What every finished run must have."""
+    from headtrain.data_gen.store import CaptureStore, ResponseStore
+    from headtrain.heads.base import load_head
+
+    for stage in ("prompts", "responses", "captures", "training", "report", "export"):
+        assert Manifest(run / stage).data["complete"], stage
+    responses, captures = ResponseStore(run / "responses"), CaptureStore(run / "captures")
+    assert {row.id for row in responses.rows} == {row.id for row in captures.rows}
+    report = read_json(run / "report" / "report.json")
+    assert {row["drafter"] for row in report["results"]} >= {"head", "ngram", "head+ngram"}
+    assert all(row["identical_to_plain"] for row in report["results"] if row["drafter"] != "none")
+    assert (run / "report" / "report.html").stat().st_size > 5000
+    head = load_head(run / "head")
+    assert head.config.taps == captures.taps and head.config.unroll == config["head"]["unroll"]
+    exported = load_head(run / "export" / "vllm")
+    assert exported.config == head.config
+
+
+@pytest.mark.parametrize("name", configload.recipe_names())
+def test_the_whole_path_of_a_recipe_runs_here(name, headtrain, tmp_path):
+    run = tmp_path / "run"
+    done = fit(headtrain, run, f"recipe={name}")
+    config = configload.read_yaml(run / "config.yaml")
+    check_run(run, config)
+    assert config["target"]["family"] == configload.load(name, []).target.family
+    assert "head" in done.stdout and str(run / "report" / "report.html") in done.stdout
+    if name != "eagle3_smollm2":
+        return
+    before = times(run)
+    began = time.monotonic()
+    again = fit(headtrain, run, f"recipe={name}")
+    assert time.monotonic() - began < 5
+    assert times(run) == before
+    assert again.stdout.strip() and again.stdout in done.stdout, "only the result is printed"
+    status = headtrain("status", f"run_dir={run}").stdout
+    assert status.count("complete: ") == 6
+
+
+def test_evaluating_a_head_folder_alone_uses_a_run_folder_of_its_own(headtrain, tmp_path):
+    run = tmp_path / "run"
+    fit(headtrain, run, "recipe=eagle3_llama8b", "eval.drafters=ngram", "eval.speed_prompts=0", "eval.limit=2")
+    target = configload.read_yaml(run / "config.yaml")["target"]["model"]
+    suite = tmp_path / "own.jsonl"
+    suite.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two", "three")))
+    done = headtrain("eval", f"head={run / 'head'}", f"target={target}", f"suites={suite}", "k=[1,2]", "drafters=head",
+                     "speed_prompts=1", "speed_tokens=4", "max_new_tokens=8", "launch.workers=2")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = (tmp_path / "runs").iterdir()
+    report = read_json(made / "report" / "report.json")
+    measured = {(row["suite"], row["k"]) for row in report["results"] if row["drafter"] == "head"}
+    assert measured == {("own", 1), ("own", 2)}
+    assert configload.read_yaml(run / "config.yaml")["eval"]["drafters"] == ["ngram"], "the head's run is left alone"
+
+
+def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, tmp_path):
+    run, few = tmp_path / "run", ("recipe=eagle3_qwen3_8b", "inspect=1")
+    done = headtrain("generate", f"run_dir={run}", "smoke=true", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "⟦" in done.stdout and "responses: rows 24" in done.stdout
+    responses = {path.name: path.read_bytes() for path in (run / "responses").glob("*.safetensors")}
+    done = headtrain("generate", f"run_dir={run}", "smoke=true", *few, "head.taps=[1,3]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name: path.read_bytes() for path in (run / "responses").glob("*.safetensors")} == responses
+    assert read_json(run / "captures" / "index.json")["taps"] == [2, 4]
+    assert len(list(run.glob("captures.old-*"))) == 1
+    missing = headtrain("train", f"run_dir={run}", "smoke=true", "recipe=eagle3_qwen3_8b")
+    assert missing.returncode == 2 and "captures is missing, unfinished, or of other settings" in missing.stderr
+
+
+def test_two_runs_do_not_share_a_run_folder(headtrain, tmp_path):
+    (tmp_path / "run").mkdir()
+    with claimed(tmp_path / "run" / ".lock") as mine:
+        assert mine
+        done = headtrain("fit", "recipe=eagle3_llama8b", "smoke=true", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "another headtrain process works in it" in done.stderr
+
+
+def test_training_without_an_end_is_refused_before_anything_starts(recipe, tmp_path, headtrain):
+    from headtrain.smoke import build_target, shrink
+
+    config = configload.load(str(recipe), [f"run_dir={tmp_path / 'run'}", "smoke=true"])
+    build_target(shrink(config), tmp_path / "model")
+    done = headtrain("fit", f"recipe={recipe}", "train.steps=null", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "train.epochs, train.steps and train.seconds are all empty" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("target.shape.layers=9", "target.shape.layers=9"),
+        ("eval.suites=[heldout,nowhere.jsonl]", "nowhere.jsonl: no such file"),
+        ("data.max_length=100000", "the target has 512 positions"),
+        ("head.taps=[7,8]", "tap"),
+    ],
+)
+def test_what_must_fail_later_fails_before_the_first_heavy_stage(override, said, recipe, tmp_path):
+    from headtrain import stages
+    from headtrain.smoke import build_target, shrink
+
+    config = configload.load(str(recipe), [f"run_dir={tmp_path / 'run'}", "smoke=true", "data.max_length=256"])
+    build_target(shrink(config), tmp_path / "model")
+    wanted = [f"run_dir={tmp_path / 'run'}", f"target.model={tmp_path / 'model'}", "data.max_length=256"]
+    stages.check(configload.load(str(recipe), wanted), tmp_path / "run", {})
+    wanted = [text for text in wanted if text.split("=")[0] != override.split("=")[0]]
+    if override.startswith("head.taps"):
+        override = "head.taps=[7,8,9]"
+        wanted.append("target.shape.layers=null")
+    with pytest.raises(ValueError, match=said):
+        stages.check(configload.load(str(recipe), [*wanted, override]), tmp_path / "run", {})
+
+
+def test_marked_text_shows_the_supervised_spans():
+    from headtrain.stages import marked
+
+    class Letters:
+        def decode(self, ids, skip_special_tokens):
+            return "".join(chr(n) for n in ids)
+
+    ids = [ord(letter) for letter in "abcdef"]
+    assert marked(Letters(), ids, [False, True, True, False, False, True]) == "a⟦bc⟧de⟦f⟧"
+
+
+def test_status_of_a_run_that_has_just_begun(tmp_path):
+    (tmp_path / "config.yaml").write_text("{}")
+    Manifest(tmp_path / "prompts").open("mark", {})
+    lines = pipeline.status(tmp_path).split("\n")
+    assert "under way" in lines[1] and all("not started" in line for line in lines[2:])
+    with pytest.raises(ConfigError, match="no run folder"):
+        pipeline.status(tmp_path / "nowhere")

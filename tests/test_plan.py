@@ -1,0 +1,101 @@
+"""`headtrain plan`: its numbers against models that are built for real, and against figures worked by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headtrain import configload, plan
+from headtrain.config import ConfigError, RecipeConfig
+
+
+def load(name, *overrides) -> RecipeConfig:
+    return configload.load(name, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("eagle3_llama8b", 8.030), ("eagle3_llama70b", 70.554), ("eagle3_qwen3_8b", 8.191)]
+)
+def test_the_targets_size_is_what_its_makers_publish(name, billions):
+    assert plan.model_of(load(name)).target / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_target_and_head_are_counted_as_they_are_built():
+    from headtrain.heads.base import HeadConfig
+    from headtrain.heads.eagle3 import Eagle3Head
+    from headtrain.smoke import SHAPE, model_config
+
+    config = load("eagle3_llama8b", "head.draft_vocab=128", "head.taps=[1,2]", "head.intermediate=96")
+    config.target.shape = SHAPE
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_config(model_config("llama", SHAPE))
+    head = Eagle3Head(HeadConfig(
+        hidden_size=64, target_hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=384, draft_vocab_size=128, taps=[1, 2], target_layers=8,
+    ))  # fmt: skip
+    model = plan.model_of(config)
+    assert model.target == sum(p.numel() for p in target.parameters())
+    assert model.head == sum(p.numel() for p in head.parameters())
+
+
+def test_disk_for_captures_is_known_before_the_start(monkeypatch):
+    """hidden 2880, 3 taps + last hidden, bf16, 30,000 rows of 65,536 tokens, 2 TB free."""
+    monkeypatch.setattr(plan, "free_bytes", lambda _: 2_000_000_000_000)
+    config = load(
+        "eagle3_llama8b", "target.model=me/model", "target.shape.hidden=2880", "data.max_length=65536",
+        "data.responses.max_new_tokens=70000", "data.prompts=[{source:x.jsonl,limit:30000}]",
+    )  # fmt: skip
+    said = plan.text(config)
+    assert "23,040 B per token" in said
+    assert "1,509,949,440 B per row of 65,536 tokens" in said
+    assert "45.3 TB at most for all 30,000 rows; free 2.0 TB" in said
+    assert "TOO LITTLE SPACE" in said
+
+
+def test_zero_stages_share_optimizer_gradients_and_weights_in_that_order():
+    config = load("eagle3_llama70b")
+    model = plan.model_of(config)
+    parts = [plan.training_bytes(model, config, 8, zero) for zero in range(4)]
+    assert [p["optimizer"] for p in parts] == [model.head * n for n in (12, 12 / 8, 12 / 8, 12 / 8)]
+    assert [p["gradients"] for p in parts] == [model.head * n for n in (2, 2, 2 / 8, 2 / 8)]
+    assert [p["weights"] for p in parts] == [model.head * n for n in (2, 2, 2, 2 / 8)]
+    assert len({p["activations"] for p in parts}) == 1
+
+
+def test_a_target_that_does_not_fit_one_gpu_is_said_to_not_fit(monkeypatch):
+    monkeypatch.setattr(plan, "gpu_bytes", lambda: [80e9] * 8)
+    assert "too much for one GPU of 80.0 GB: it takes 3 of them" in plan.text(load("eagle3_llama70b"))
+    assert "fits one GPU of 80.0 GB: one process per GPU" in plan.text(load("eagle3_llama8b"))
+    monkeypatch.setattr(plan, "gpu_bytes", lambda: [24e9])
+    assert "lower data.responses.batch_tokens to" in plan.text(load("eagle3_llama8b"))
+
+
+def test_a_config_within_reach_that_disagrees_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 31, "hidden_size": 4096}))
+    with pytest.raises(ConfigError, match=r"target.shape.layers=32: .* has 31; correct the recipe"):
+        plan.text(load("eagle3_llama8b", f"target.model={tmp_path}"))
+
+
+def test_a_shape_left_out_is_read_from_the_models_config_or_asked_for(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"target: {{model: {tmp_path}, family: llama}}\nhead: {{draft_vocab: full}}\n")
+    with pytest.raises(ConfigError, match=r"plan needs target.shape.layers"):
+        plan.text(load(str(recipe)))
+    own = {
+        "num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 384,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": own}))
+    model = plan.model_of(load(str(recipe)))
+    assert (model.shape.kv_heads, model.shape.head_dim, model.draft_vocab) == (4, 16, 384)
+
+
+def test_twice_the_rows_take_twice_the_time_and_disk():
+    one = load("eagle3_qwen3_8b", "data.prompts=[{source:x,limit:1000}]")
+    devices = plan.Devices(8, 80e9, True, 2)
+    model = plan.model_of(one)
+    first, second = (plan.seconds(model, one, devices, rows) for rows in (1000, 2000))
+    assert second["answering"] == pytest.approx(2 * first["answering"])
+    assert second["training"] == pytest.approx(2 * first["training"])
