@@ -49,7 +49,7 @@ def command(
         limit = [] if config.launch.gpus == "auto" else ["--num_gpus", str(count)]
         return [*python, "deepspeed.launcher.runner", *hosts, *limit, "--master_port", port, *flags, *target], env
     if count == 1:
-        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # it picks a free port, so that runs do not collide
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[0]
         return [*python, *target], env

@@ -64,9 +64,10 @@ class Ranks:
 def join(device: str = "auto", threads: int | None = None) -> Ranks:
     """Joins the run that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* describe; without them a run of one process."""
     end_with_parent()
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    os.environ.setdefault("LOCAL_RANK", "0")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ and os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_PORT"] = free_port()
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if threads:
         torch.set_num_threads(threads)

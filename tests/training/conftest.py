@@ -28,6 +28,9 @@ def train(toy, monkeypatch):
     """train(run, **options): makes the toy run when it is missing, trains it here; returns the log's lines."""
     from headtrain.training import trainer
 
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")  # so that what the trainer sets is taken back after the test
+        monkeypatch.delenv(name)
     monkeypatch.setattr(trainer, "build_head", toy.toy_head)
     monkeypatch.setattr(trainer, "leave", lambda: None)  # the process group serves all tests of this process
 
@@ -49,3 +52,10 @@ def weights():
         return load_file(sorted((run / "training" / "checkpoints").glob("step-*"))[-1] / "head.safetensors")
 
     return read
+
+
+@pytest.fixture
+def free_port() -> int:
+    from headtrain.training.ranks import free_port
+
+    return int(free_port())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +86,7 @@ def test_counts_of_a_step_are_those_of_all_its_batches(toy):
             literal = [0.0, 0.0, 0.0]
             for batch in batches:
                 cu = batch.cu_R1.tolist()
-                for start, end in zip(cu[:-1], cu[1:], strict=True):
+                for start, end in pairwise(cu):
                     for p in range(start, end):
                         for d in range(3):
                             inside = p + 2 + d < end and batch.supervised_N[p + 1 : p + 3 + d].all()

@@ -1,4 +1,7 @@
-"""A toy head and toy stores for tests of the trainer, also started as a process: `python toy.py RUN OPTIONS_JSON`.
+"""A toy head and toy stores for tests of the trainer.
+
+Also started as a process: `python toy.py RUN OPTIONS_JSON …` trains one or more runs; the option `kill_at` kills the
+process while it writes the checkpoint of that step, `fail_rank` makes one process fail.
 
 The toy language: the next token is a fixed permutation of the present one, so a head can learn it in a few steps.
 """
@@ -6,6 +9,8 @@ The toy language: the next token is a fixed permutation of the present one, so a
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,5 +162,41 @@ def train_toy(run: Path, **train) -> None:
     trainer.train(recipe(**train), run)
 
 
+def kill_at(step: int) -> None:
+    """SIGKILL while the checkpoint of `step` is complete but for its last file and its name."""
+    from headtrain.training import checkpoint
+
+    def flush(part: Path) -> None:
+        if part.name == f".step-{step:08d}.part":
+            with open(part / "head.safetensors", "r+b") as handle:
+                handle.truncate(100)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint._flush = flush
+
+
+def fail_rank(rank: int) -> None:
+    """Process `rank` fails in its third step."""
+    from headtrain.training import trainer
+
+    done, original = [], trainer.optimizer_step
+
+    def step(*args):
+        done.append(1)
+        if len(done) == 3 and args[-1].rank == rank:
+            raise RuntimeError(f"process {rank} fails on purpose")
+        return original(*args)
+
+    trainer.optimizer_step = step
+
+
 if __name__ == "__main__":
-    train_toy(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    from headtrain.training import trainer
+
+    leave, trainer.leave = trainer.leave, lambda: None
+    for run, options in zip(sys.argv[1::2], map(json.loads, sys.argv[2::2]), strict=True):
+        for trap in (kill_at, fail_rank):
+            if trap.__name__ in options:
+                trap(options.pop(trap.__name__))
+        train_toy(Path(run), **options)
+    leave()
