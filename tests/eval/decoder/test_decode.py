@@ -97,7 +97,7 @@ def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
     target = Target.load(config, "float32")
     pack_linears(target.model)
     subjects = ("bread", "the sea", "a red bicycle", "prime numbers", "an old clock")
-    starts = ("Write a poem about {}.", "List ten facts on {}:\n1.", "Once upon a time, {}", "def about():  # {}")
+    starts = ("The history of {} begins", "List ten facts on {}:\n1.", "Once upon a time, {}", "def about():  # {}")
     prompts = [target.tokenizer(start.format(subject)).input_ids for start in starts for subject in subjects]
     model = AutoModelForCausalLM.from_pretrained(model_path(config), dtype=torch.float32).eval()
     width = max(map(len, prompts))
@@ -107,13 +107,15 @@ def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
     torch.manual_seed(0)
     head = Eagle3Head(HeadConfig(
         hidden_size=576, target_hidden_size=576, intermediate_size=256, num_attention_heads=9, num_key_value_heads=3,
-        head_dim=64, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size, taps=[2, 15, 27],
-        target_layers=30, rope=target.rope(),
+        head_dim=64, vocab_size=target.vocab_size, draft_vocab_size=256, taps=[2, 15, 27], target_layers=30,
+        rope=target.rope(),
     ))  # fmt: skip
     head.attach(target.embed.weight)
     for n, name in enumerate(("none", "ngram", "head", "head+ngram")):
         mine = slice(5 * n, 5 * n + 5)
-        answers = decode(target, make_drafter(name, head), prompts[mine], k=4, max_new_tokens=128)
+        drafter, k = make_drafter(name, head), 4 if name == "ngram" else 2
+        answers = decode(target, drafter, prompts[mine], k=k, max_new_tokens=128)
+        assert sum(len(answer.ids) for answer in answers) > 300
         for prompt, theirs, answer in zip(prompts[mine], out[mine].tolist(), answers, strict=True):
             ends = [i for i, token in enumerate(theirs) if token in target.eos_ids]
             theirs = theirs[: ends[0] + 1] if ends else theirs
