@@ -198,7 +198,7 @@ class Target:
         return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
 
     def logits(self, last: Tensor) -> Tensor:
-        """lm_head with the family's scaling: [..., V] in the model's dtype, from hidden [..., H] after the final norm."""
+        """lm_head with the family's scaling: [..., V], in the model's dtype, from hidden [..., H] after the norm."""
         logits = self.lm_head(last)
         if scaling := getattr(self.config, "logits_scaling", None):  # Granite
             logits = logits / scaling
@@ -232,7 +232,7 @@ class Target:
         for way, logits in ours.items():
             if (gap := float((logits - theirs).abs().max())) > tolerance:
                 raise TargetError(
-                    f"{self.name}: logits through {way} differ from the model's own by {gap:.3g} (allowed {tolerance:.3g});"
+                    f"{self.name}: logits through {way} are off the model's own by {gap:.3g} (allowed {tolerance:.3g});"
                     f" the {self.config.model_type} family needs an adapter in headtrain/target.py"
                 )
 

@@ -54,7 +54,7 @@ class Batch:
 
 @dataclass
 class HeadOutput:
-    """`loss`: scalar for backward. The rest: detached float32 sums per depth, to be added over micro-batches and ranks."""
+    """`loss`: scalar for backward. The rest: detached float32 sums per depth, added over micro-batches and ranks."""
 
     loss: Tensor
     loss_D: Tensor  # sum of the objective over trained pairs
@@ -136,7 +136,10 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def expand(self, state: Any, tokens_B: Tensor, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """One more drafting step of a chain, after draft tokens `tokens_B` (target ids): logits [B, draft vocab], hidden [B, H]."""
+        """One more drafting step of a chain, after draft tokens `tokens_B` (target ids).
+
+        Returns logits [B, draft vocab] and hidden [B, H].
+        """
         raise NotImplementedError
 
     def select(self, state: Any, rows: Tensor) -> None:
@@ -182,6 +185,8 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         head = head_class(section.type).fresh(section, parts)
         selected = choose_draft_vocab(supervised_V, head.config.draft_vocab_size, parts.eos_ids, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
+        if unseen := int((supervised_V[selected] == 0).sum()):
+            log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, len(selected))
         head.lm_head.weight.data.copy_(lm_head[selected])
     head.attach(embedding, lm_head)
     head.objective, head.decay = recipe.train.objective, recipe.train.decay

@@ -154,7 +154,7 @@ class Eagle3Head(Head):
         return rms_norm(embedded, self.midlayer.input_layernorm.weight, self.config.rms_norm_eps)
 
     def _split(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [..., G, J, D] (a key head's query heads lie side by side in the weights), k and v [..., J, D], with rope."""
+        """q [..., G, J, D] (the query heads of a key head are neighbours in the weights), k, v [..., J, D]; roped."""
         c, j = self.config, self.config.num_key_value_heads
         q, k, v = qkv.split([c.num_attention_heads * c.head_dim, j * c.head_dim, j * c.head_dim], -1)
         cos, sin = rope_tables(self._frozen("inverse"), self._rope_scaling, positions)

@@ -1,7 +1,7 @@
 """Building blocks of heads: rope, and the two fused steps that make the unrolled training forward cheap.
 
 `depth_attention`: attention of one unroll depth in memory linear in the length. `fused_loss`: lm_head + objective on
-the trained rows only, in chunks, with the gradients computed in the forward, so that no [rows, vocabulary] tensor survives.
+the trained rows only, in chunks, with the gradients computed in the forward: no [rows, vocabulary] tensor survives.
 
 Shapes: N packed positions, M active rows of one depth, G query heads per key head, J key heads, D head size, H hidden,
 V draft vocabulary, T target hidden.

@@ -16,8 +16,8 @@ V, T, DEPTHS = 50, 24, 4
 def make_head(draft_vocab=20, **options):
     torch.manual_seed(0)
     config = HeadConfig(
-        hidden_size=T, target_hidden_size=T, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
-        vocab_size=V, draft_vocab_size=draft_vocab, taps=[1, 2, 4], unroll=DEPTHS, target_layers=7, **options,
+        hidden_size=T, target_hidden_size=T, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=8, vocab_size=V, draft_vocab_size=draft_vocab, taps=[1, 2, 4], unroll=DEPTHS, target_layers=7, **options,
     )  # fmt: skip
     head = Eagle3Head(config)
     for p in head.parameters():
@@ -60,7 +60,7 @@ def rope(x, positions):
 
 
 def reference_logits(head, batch):
-    """Per document and depth, the logits at every slot: {(document, depth): [slots, V_draft]}, slots 0 … length-2-depth."""
+    """Per document and depth, the logits at slots 0 … length-2-depth: {(document, depth): [slots, V_draft]}."""
     layer, out = head.midlayer, {}
     embedding = head._lent["embedding"]
     for r, (a, b) in enumerate(zip(batch.cu_R1[:-1].tolist(), batch.cu_R1[1:].tolist(), strict=True)):
