@@ -98,6 +98,7 @@ def work(
     Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
     """
     from headtrain.data_gen import claims, store
+    from headtrain.packed import pack_linears
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
     responses = store.ResponseStore(responses_folder)
@@ -105,6 +106,7 @@ def work(
     by_file: dict[str, list[store.RowInfo]] = {}
     for row in responses.rows:
         by_file.setdefault(row.file, []).append(row)
+    pack_linears(target.model)
     for batch in claims.unfinished(captures_folder, "captures", batches):
         rows = by_file[store.file_name("responses", batch)]
         tokens = sum(row.tokens for row in rows)

@@ -15,6 +15,7 @@ from headtrain.cache import KVCache
 from headtrain.target import Target, TargetStates
 
 LOGITS_BYTES = 256 << 20  # full-vocabulary float32 logits held at a time
+PREFILL_TOKENS = 2048  # tokens, padding included, of one forward over prompts
 
 
 @dataclass
@@ -46,23 +47,22 @@ class StateBuffers:
         self.argmax_BS[where] = argmax_B.int()
         self.logsumexp_BS[where] = logsumexp_B
 
-    def keep_prefix(self, target: Target, states: TargetStates, lengths_B: Tensor, first: int = 0) -> None:
-        """Stores the states of every row's tokens `first` … `lengths_B`-1, from one forward over all of them.
-
-        A forward over a single row (a prefix all rows share) is stored in every row.
-        """
+    def keep_rows(self, target: Target, states: TargetStates, lengths_B: Tensor, row: int = 0, first: int = 0) -> None:
+        """Stores a forward over the rows from `row` on: the states of each one's tokens `first` … `lengths_B`-1."""
         batch, length = states.last_BLH.shape[:2]
-        place = slice(first, first + length)
+        place = slice(row, row + batch), slice(first, first + length)
         if states.taps_BLAH is not None:
-            self.taps_BSAH[:, place] = states.taps_BLAH
-        self.last_BSH[:, place] = states.last_BLH
-        real_BL = first + torch.arange(length, device=lengths_B.device) < lengths_B[:batch, None]
+            self.taps_BSAH[place] = states.taps_BLAH
+        self.last_BSH[place] = states.last_BLH
+        real_BL = first + torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
         argmax_N, logsumexp_N = choices(target, states.last_BLH[real_BL])
-        self.argmax_BS[:batch, place][real_BL] = argmax_N.int()
-        self.logsumexp_BS[:batch, place][real_BL] = logsumexp_N
-        if batch < len(self.argmax_BS):
-            self.argmax_BS[1:, place] = self.argmax_BS[:1, place]
-            self.logsumexp_BS[1:, place] = self.logsumexp_BS[:1, place]
+        self.argmax_BS[place][real_BL] = argmax_N.int()
+        self.logsumexp_BS[place][real_BL] = logsumexp_N
+
+    def share_prefix(self, length: int) -> None:
+        """Copies what row 0 has of its first `length` tokens to all rows."""
+        for tensor in (self.taps_BSAH, self.last_BSH, self.argmax_BS, self.logsumexp_BS):
+            tensor[1:, :length] = tensor[:1, :length]
 
     @torch.inference_mode()
     def flat(self) -> dict[str, Tensor]:
@@ -138,19 +138,48 @@ def shared_prefix(prompts: list[list[int]]) -> int:
 def _prefill(
     target: Target, kept: StateBuffers, prompts: list[list[int]], slots: int, taps: tuple[int, ...]
 ) -> tuple[KVCache, Tensor]:
-    """Runs the prompts, a prefix that all share only once: (the filled cache, the state of each last token [B, H])."""
-    lengths_B = torch.tensor([len(p) for p in prompts], device=target.device)
-    rows_B = torch.arange(len(prompts), device=target.device)
-    first, longest = shared_prefix(prompts), max(map(len, prompts))
-    cache = KVCache(1 if first else len(prompts), slots)
+    """Runs the prompts, a prefix that all share only once: (the filled cache, the state of each last token [B, H]).
+
+    Rows go in groups of at most PREFILL_TOKENS tokens, so that short prompts are not padded to the longest of all.
+    """
+    device, first = target.device, shared_prefix(prompts)
+    lengths_B = torch.tensor([len(p) for p in prompts], device=device)
+    prefix = KVCache(1, slots)
     if first:
-        states = target.forward(kept.ids_BS[:1, :first], cache, taps=taps)
-        kept.keep_prefix(target, states, lengths_B)
-        cache.select(torch.zeros_like(rows_B))  # the one row becomes all rows
-    slots_BL = torch.arange(first, longest, device=target.device).expand(len(prompts), -1)
-    states = target.forward(kept.ids_BS[:, first:longest], cache, slots_BL, taps=taps)
-    kept.keep_prefix(target, states, lengths_B, first)
-    return cache, states.last_BLH[rows_B, lengths_B - 1 - first]
+        kept.keep_rows(target, target.forward(kept.ids_BS[:1, :first], prefix, taps=taps), lengths_B[:1])
+        kept.share_prefix(first)
+    caches, last, row = [], [], 0
+    while row < len(prompts):
+        end, longest = row + 1, len(prompts[row])
+        while end < len(prompts) and (end + 1 - row) * (max(longest, len(prompts[end])) - first) <= PREFILL_TOKENS:
+            longest, end = max(longest, len(prompts[end])), end + 1
+        cache = _repeated(prefix, end - row)
+        slots_BL = torch.arange(first, longest, device=device).expand(end - row, -1)
+        states = target.forward(kept.ids_BS[row:end, first:longest], cache, slots_BL, taps=taps)
+        kept.keep_rows(target, states, lengths_B[row:end], row, first)
+        last.append(states.last_BLH[torch.arange(end - row, device=device), lengths_B[row:end] - 1 - first])
+        caches.append(cache)
+        row = end
+    return _joined(caches), torch.cat(last)
+
+
+def _repeated(one: KVCache, rows: int) -> KVCache:
+    """A cache of `rows` rows that all start as the only row of `one` (which may be empty)."""
+    cache = KVCache(rows, one.capacity)
+    for mine, theirs in ((cache.keys, one.keys), (cache.values, one.values)):
+        mine.update({layer: tensor.repeat(rows, 1, 1, 1) for layer, tensor in theirs.items()})
+    return cache
+
+
+def _joined(caches: list[KVCache]) -> KVCache:
+    """One cache with the rows of all; the parts are emptied layer by layer, so nothing is held twice."""
+    if len(caches) == 1:
+        return caches[0]
+    whole = KVCache(sum(cache.batch for cache in caches), caches[0].capacity)
+    for layer in list(caches[0].keys):
+        whole.keys[layer] = torch.cat([cache.keys.pop(layer) for cache in caches])
+        whole.values[layer] = torch.cat([cache.values.pop(layer) for cache in caches])
+    return whole
 
 
 @torch.inference_mode()
@@ -216,5 +245,5 @@ def read_rows(target: Target, rows: list[Tensor], taps: tuple[int, ...], dtype: 
     for n, row in enumerate(rows):
         kept.ids_BS[n, : len(row)] = row.to(target.device)
     kept.lengths_B = torch.tensor(lengths, device=target.device)
-    kept.keep_prefix(target, target.forward(kept.ids_BS, taps=taps), kept.lengths_B)
+    kept.keep_rows(target, target.forward(kept.ids_BS, taps=taps), kept.lengths_B)
     return kept

@@ -121,6 +121,7 @@ def work(
     far, at most).
     """
     from headtrain.data_gen import claims, store
+    from headtrain.packed import pack_linears
 
     responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
     job = _Job(config, target, responses_folder, captures_folder, tuple(taps))
@@ -133,6 +134,8 @@ def work(
         log.info("all %d batches are answered already; nothing to do", len(plan["batches"]))
         return 0
     log.info(estimate_disk(config, target.hidden_size, len(taps), plan, captures_folder, open_batches))
+    if plan["backend"] == "local":
+        pack_linears(target.model)
     done = 0
     for batch in claims.unfinished(responses_folder, "responses", len(plan["batches"]), captures_folder):
         rows = plan["batches"][batch]

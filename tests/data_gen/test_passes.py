@@ -70,6 +70,10 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(tiny_target, monkeypatc
     monkeypatch.setattr(tiny_target, "forward", lambda t, *a, **k: runs.append(tuple(t.shape)) or forward(t, *a, **k))
     ids, _, kept = answers(tiny_target, prompts, [5] * 6)
     assert runs[:3] == [(1, 20), (6, 7), (6, 1)]
+    runs.clear()
+    monkeypatch.setattr(passes, "PREFILL_TOKENS", 10)
+    assert answers(tiny_target, prompts, [5] * 6)[0] == ids
+    assert runs[:6] == [(1, 20), (2, 4), (1, 7), (2, 3), (1, 6), (6, 1)]  # 4 + 2 of 10, 7, 1 + 3, 6 tokens of their own
     monkeypatch.setattr(passes, "shared_prefix", lambda prompts: 0)
     plain, _, other = answers(tiny_target, prompts, [5] * 6)
     assert ids == plain
