@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from headtrain.eval.decoder.decode import compare, decode
-from headtrain.eval.decoder.drafters import Drafter, make_drafter
+from headtrain.eval.decoder.drafters import Drafter, HeadDrafter, HybridDrafter, NgramDrafter, make_drafter
 from headtrain.eval.decoder.verify import Sampling
+from headtrain.heads.base import Batch
 from headtrain.tree import DraftTree
 
 NEW = 40
@@ -162,6 +163,47 @@ def test_a_drafter_that_proposes_a_tree_is_refused(target, prompts):
 
     with pytest.raises(ValueError, match="a tree"):
         decode(target, Forked(prompts, [[9] * 9] * len(prompts)), prompts[:1], k=2, max_new_tokens=9)
+
+
+@pytest.mark.parametrize("name", ["head", "head+ngram"])
+def test_the_head_drafts_while_decoding_what_its_training_unroll_drafts(name, target, head, prompts):
+    """Right taps, slots and tokens in every step: a slip here costs acceptance and shows nowhere else."""
+    proposed = {}
+
+    class Watched(HeadDrafter):
+        def propose(self, k, uniform_BK=None):
+            tree = super().propose(k)
+            lengths = self._state.length_B.tolist()
+            for text, length, drafts in zip(self.rows, lengths, tree.tokens.tolist(), strict=True):
+                proposed[text, length - 1] = drafts
+            return tree
+
+        def start(self, prompts, capacity):
+            super().start(prompts, capacity)
+            self.rows = [tuple(prompt) for prompt in prompts]
+
+        def select(self, rows):
+            super().select(rows)
+            self.rows = [self.rows[i] for i in rows.tolist()]
+
+    drafter = Watched(head, Sampling())
+    if name != "head":
+        drafter = HybridDrafter(drafter, NgramDrafter(shortest=2))
+    answers = decode(target, drafter, prompts, k=3, max_new_tokens=NEW, batch=5)
+    compared = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = torch.tensor([*prompt, *answer.ids])
+        states, n = target.forward(text[None], taps=(1, 2, 3)), len(text)
+        batch = Batch(
+            text, torch.arange(n), torch.tensor([0, n], dtype=torch.int32), torch.arange(n) > 0, states.taps_BLAH[0],
+            states.last_BLH[0], torch.zeros(n, dtype=torch.long), torch.zeros(n),
+        )  # fmt: skip
+        trained = head.draft_all(batch, 3)
+        for slot in range(len(prompt) - 1, n - 3):
+            if (drafts := proposed.get((tuple(prompt), slot))) and len(drafts) == 3:
+                assert drafts == trained[slot].tolist(), f"slot {slot}"
+                compared += 1
+    assert compared > 100
 
 
 # ------------------------------------------------------------------------------------------------- ends and budgets
