@@ -168,6 +168,7 @@ def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> tuple[Any, G
 
     settings = engine_config(config.train)
     head.to(ranks.device)
+    head.register_forward_hook(lambda _head, _inputs, output: tuple(vars(output).values()))  # see optimizer_step
     if config.train.optimizer == "muon" and ranks.device.type == "cpu":
         torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon, on a CPU with a C++ compiler and for long
     optimizer = make_optimizer(head, config.train)
@@ -193,13 +194,18 @@ def set_lr(engine: Any, config: RecipeConfig, share: float) -> float:
 def optimizer_step(
     engine: Any, reader: Reader, tally: Tally, watch: Stopwatch, accumulate: int, ranks: Ranks
 ) -> list[tuple[Tensor, list[str]]]:
-    """Runs the micro-batches of one optimizer step; returns the loss and row ids of each."""
+    """Runs the micro-batches of one optimizer step; returns the loss and row ids of each.
+
+    DeepSpeed prepares its backward pass by hooks on the forward's output, and finds the tensors of a tuple but not
+    those of a dataclass; without them bf16 gradients of earlier micro-batches count again. So the head answers the
+    engine with a tuple.
+    """
     outputs, dtype = [], next(engine.module.parameters()).dtype
     watch.mark(None)
     for _ in range(accumulate):
         batch = reader.next().to(ranks.device, dtype)
         watch.mark("data")
-        output: HeadOutput = engine(batch)
+        output = HeadOutput(*engine(batch))
         watch.mark("forward")
         engine.backward(poisoned(output.loss))
         watch.mark("backward")

@@ -62,6 +62,14 @@ def test_bf16_training_follows_fp32_closely(train, tmp_path):
     assert bf16["loss"] != fp32["loss"]
 
 
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}], ids=str)
+def test_accumulated_bf16_gradients_have_the_size_of_fp32_ones(train, tmp_path, options):
+    common = {"steps": 4, "log_every": 1, "accumulate": 3, "lr": 1e-6}  # weights hardly move
+    fp32 = [line["grad_norm"] for line in train(tmp_path / "a", **common) if "loss" in line]
+    bf16 = train(tmp_path / "b", precision="bf16", **common, **options)
+    assert [line["grad_norm"] for line in bf16 if "loss" in line] == pytest.approx(fp32, rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_muon_learns_the_toy_language(train, tmp_path, precision):
     log = train(tmp_path, steps=30, optimizer="muon", muon_lr=0.05, lr=2e-2, precision=precision, log_every=10)
