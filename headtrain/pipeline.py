@@ -228,7 +228,7 @@ class Job:
             if todo == ["training"]:
                 self._train()
             elif todo:
-                self.start(todo, environments)
+                self.start(todo, environments, missing)
             for stage in todo:
                 if stage in identity.STAGES and not self.complete(stage):
                     raise ConfigError(f"{self.run / stage} did not become complete; logs are in {self.run / 'logs'}")
@@ -251,11 +251,12 @@ class Job:
         kept = [([stage for stage in stages if stage in wanted], environments) for stages, environments in groups]
         return [group for group in kept if group[0]]
 
-    def start(self, stages: list[str], environments: list[dict[str, str]]) -> None:
+    def start(self, stages: list[str], environments: list[dict[str, str]], missing: list[str]) -> None:
         """Runs the stages one after another in each of the given processes."""
         if "responses" in stages and "captures" not in stages:
             self.open("captures")  # they are written along
-        argv = children.python("stage", ",".join(stages), f"run_dir={self.run}", f"workers={len(environments)}")
+        options = [f"run_dir={self.run}", f"workers={len(environments)}", f"coming={','.join(missing)}"]
+        argv = children.python("stage", ",".join(stages), *options)
         logs = [self.run / "logs" / f"{stages[-1]}-{n}.log" for n in range(len(environments))]
         each = [Child(argv, log, env) for log, env in zip(logs, environments, strict=True)]
         label = ", ".join(stage.replace("_", " ") for stage in stages)

@@ -19,7 +19,11 @@ from headtrain.files import Manifest, locked, read_json, write_json
 
 
 def run_stages(arguments: list[str]) -> int:
-    """The `stage` command. Own keys: run_dir, workers (how many processes share the stage), rows (of `inspect`)."""
+    """The `stage` command.
+
+    Own keys: run_dir; workers (how many processes share the stage); coming (stages still to do, of `check`); rows (of
+    `inspect`).
+    """
     from headtrain.configload import load_resolved
 
     names, options = arguments[0].split(","), dict(text.split("=", 1) for text in arguments[1:])
@@ -51,8 +55,8 @@ def smoke_target(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     build_target(config, Path(config.target.model or ""))
 
 
-def check(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
-    """Everything that can be known to fail later is looked at now: target, template, taps, suites, lengths."""
+def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
+    """Everything that can be known to fail in the stages to come is looked at now: target, template, taps, suites."""
     from headtrain.data_gen.chat import prompt_ids, require_template
 
     text, tokenizer = target_config(config.target), load_tokenizer(config.target)
@@ -60,13 +64,17 @@ def check(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     require_template(tokenizer)
     if not prompt_ids(tokenizer, [{"role": "user", "content": "hello"}], config.target.template_kwargs):
         raise ConfigError(f"target.model={config.target.model}: its chat template renders a message to nothing")
+    coming = options["coming"].split(",")
     most = getattr(text, "max_position_embeddings", None)
-    if most and config.data.max_length > most:
+    if "responses" in coming and most and config.data.max_length > most:
         raise ConfigError(f"data.max_length={config.data.max_length}: the target has {most} positions")
-    taps_of(config, text.num_hidden_layers)
-    if isinstance(config.head.draft_vocab, int) and config.head.draft_vocab > text.vocab_size:
-        raise ConfigError(f"head.draft_vocab={config.head.draft_vocab}: the target has {text.vocab_size} tokens")
-    check_suites(config, run)
+    if "training" in coming or "captures" in coming:
+        taps_of(config, text.num_hidden_layers)
+    vocab = config.head.draft_vocab
+    if "training" in coming and isinstance(vocab, int) and vocab > text.vocab_size:
+        raise ConfigError(f"head.draft_vocab={vocab}: the target has {text.vocab_size} tokens")
+    if "report" in coming:
+        check_suites(config, run)
 
 
 def check_suites(config: RecipeConfig, run: Path) -> None:
