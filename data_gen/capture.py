@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
-from headtrain.files import Manifest, free_bytes
+from headtrain.data_gen import claims
+from headtrain.files import Manifest, free_bytes, read_json
 
 if TYPE_CHECKING:
     from headtrain.target import Target
@@ -97,7 +98,7 @@ def work(
 
     Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
     """
-    from headtrain.data_gen import claims, store
+    from headtrain.data_gen import store
     from headtrain.packed import pack_linears
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
@@ -108,13 +109,13 @@ def work(
         by_file.setdefault(row.file, []).append(row)
     pack_linears(target.model)
     for batch in claims.unfinished(captures_folder, "captures", batches):
-        rows = by_file[store.file_name("responses", batch)]
+        rows = by_file[claims.file_name("responses", batch)]
         tokens = sum(row.tokens for row in rows)
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
         meter = claims.Meter(captures_folder, batch, progress, tokens)
         tensors = _capture(config, target, responses, rows, taps, meter)
-        store.write_unit(captures_folder, "captures", batch, rows, tensors, **facts(config, target, taps))
         meter.tell()
+        store.write_unit(captures_folder, "captures", batch, rows, tensors, **facts(config, target, taps))
         done += 1
     return done
 
@@ -144,10 +145,8 @@ def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
 
 def missing(responses_folder: str | Path, captures_folder: str | Path) -> int:
     """How many batches of responses have no captures yet."""
-    from headtrain.data_gen import store
-
-    batches = len(store.ResponseStore(responses_folder).index["files"])
-    return sum(not (Path(captures_folder) / store.file_name("captures", n)).is_file() for n in range(batches))
+    batches = len(read_json(Path(responses_folder) / "index.json")["files"])
+    return sum(not (Path(captures_folder) / claims.file_name("captures", n)).is_file() for n in range(batches))
 
 
 def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
@@ -164,8 +163,6 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
 
 def status(responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
     """{batches, done_batches, tokens, seconds, estimate} while workers run."""
-    from headtrain.data_gen import claims, store
-
-    index = store.ResponseStore(responses_folder).index
+    index = read_json(Path(responses_folder) / "index.json")
     found = claims.progress_of(Path(captures_folder), "captures", len(index["files"]))
     return {**found, "estimate": sum(file["tokens"] for file in index["files"])}

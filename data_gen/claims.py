@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headtrain.data_gen.store import file_name
 from headtrain.files import claimed, read_json, write_json
 
 log = logging.getLogger(__name__)
+
+
+def file_name(kind: str, batch: int) -> str:
+    """Of the file with one batch of a store; `kind`: responses or captures."""
+    return f"{kind}-{batch:05d}.safetensors"
 
 
 def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) -> Iterator[int]:
@@ -32,20 +36,24 @@ def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) 
                 if not mine or path.is_file():
                     continue
                 for place in (folder, also or folder):
-                    _remove_parts(place, f"*-{batch:05d}.safetensors")
-                _remove_parts(folder / "claims", f"{batch}.json")
+                    remove_parts(place, f"*-{batch:05d}.safetensors")
+                remove_parts(folder / "claims", f"{batch}.json")
                 yield batch
                 found = True
 
 
-def _remove_parts(folder: Path, name: str) -> None:
+def remove_parts(folder: Path, name: str) -> None:
+    """Removes half-written versions of the files that `name` (a pattern) matches; only for who alone writes them."""
     for part in folder.glob(f".{name}.*.part"):
-        log.warning("%s was left half-written by a process that died; its batch is made again", part.name)
+        log.warning("%s was left half-written by a process that died; it is made again", part.name)
         part.unlink(missing_ok=True)
 
 
 class Meter:
-    """Counts a worker's tokens and tells the watching parent, in `claims/<batch>.json`, at most every two seconds."""
+    """Counts a worker's tokens and tells the watching parent, in `claims/<batch>.json`, at most every two seconds.
+
+    The last `tell` comes before the batch's file is written: afterwards nobody would tidy up a note cut short.
+    """
 
     def __init__(self, folder: Path, batch: int, progress: Any, estimate: int):
         self.path = folder / "claims" / f"{batch}.json"

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
-from headtrain.data_gen import capture, chat, prompts
+from headtrain.data_gen import capture, chat, claims, prompts
 from headtrain.files import Manifest, free_bytes, read_json, write_json
 
 if TYPE_CHECKING:
-    from headtrain.data_gen import claims
     from headtrain.target import Target
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,14 @@ def plan_batches(
 ) -> dict[str, Any]:
     """Writes plan.json unless it is there; returns it: {backend, batches: [[[id, tokens, budget], …], …], left_out}.
 
-    `tokens`: of the prompt (given: of the whole row); `budget`: new tokens allowed. Rows are sorted by length, longest
-    first, and fill batches up to data.responses.batch_tokens.
+    To be called by one process at a time. `tokens`: of the prompt (given: of the whole row); `budget`: new tokens
+    allowed. Rows are sorted by length, longest first, and fill batches up to data.responses.batch_tokens.
     """
     path = Path(responses_folder) / "plan.json"
     if path.is_file():
         return read_json(path)
     chat.require_template(tokenizer)
+    claims.remove_parts(path.parent, path.name)
     given, left_out, rows = config.data.responses.backend == "given", Counter(), []
     for prompt in prompts.load(prompts_folder):
         if prompt.split not in ANSWERED:
@@ -120,7 +120,6 @@ def work(
     Captures are written first, then the responses: a batch with responses is done. progress(new tokens of the batch so
     far, at most).
     """
-    from headtrain.data_gen import claims, store
     from headtrain.packed import pack_linears
 
     responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
@@ -128,7 +127,7 @@ def work(
     plan = plan_batches(config, target.tokenizer, prompts_folder, responses_folder)
     known = {prompt.id: prompt for prompt in prompts.load(prompts_folder)}
     open_batches = {
-        n for n in range(len(plan["batches"])) if not (responses_folder / store.file_name("responses", n)).is_file()
+        n for n in range(len(plan["batches"])) if not (responses_folder / claims.file_name("responses", n)).is_file()
     }
     if not open_batches:
         log.info("all %d batches are answered already; nothing to do", len(plan["batches"]))
@@ -145,7 +144,6 @@ def work(
             _write_given(job, batch, asked, meter)
         else:
             _answer(job, batch, asked, [row[2] for row in rows], meter)
-        meter.tell()
         done += 1
     return done
 
@@ -185,6 +183,7 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], budgets: list[in
     store.write_unit(job.captures_folder, "captures", batch, rows, tensors, **capture.facts(config, target, taps))
     small = {name: tensors[name] for name in ("ids", "supervised")}
     seconds = round(time.monotonic() - began, 3)
+    meter.tell()
     store.write_unit(job.responses_folder, "responses", batch, rows, small, on_policy=True, seconds=seconds)
 
 
@@ -230,6 +229,7 @@ def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: clai
             supervised += marks
             meter.add(len(row.ids))
     tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "supervised": torch.tensor(supervised)}
+    meter.tell()
     store.write_unit(job.responses_folder, "responses", batch, rows, tensors, on_policy=False)
 
 
@@ -264,8 +264,6 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
 
 def status(responses_folder: str | Path) -> dict[str, Any]:
     """{batches, done_batches, tokens, seconds, estimate} while workers run; `estimate`: new tokens at most."""
-    from headtrain.data_gen import claims
-
     path = Path(responses_folder) / "plan.json"
     if not path.is_file():
         return {"batches": 0, "done_batches": 0, "tokens": 0, "seconds": 0.0, "estimate": 0}

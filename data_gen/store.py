@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headtrain.data_gen.claims import file_name
 from headtrain.files import read_json, sha256_file, write_json, writing
 
 VERSION = 1
@@ -60,10 +61,6 @@ class CaptureRow:
 
 
 # ------------------------------------------------------------------------------------------------- writing
-
-def file_name(kind: str, batch: int) -> str:
-    return f"{kind}-{batch:05d}.safetensors"
-
 
 def write_unit(
     folder: str | Path, kind: str, batch: int, rows: list[RowInfo], tensors: dict[str, Tensor], **facts: Any

@@ -175,9 +175,10 @@ def test_what_gather_writes_load_reads_and_the_manifest_counts(write_jsonl, tmp_
     assert manifest["counts"] == {"read": 10, "prompts": 9, "heldout": 2, "valid": 1, "train": 6}
 
 
-def test_reading_prompts_needs_no_torch():
-    rooms = ", ".join(f"headtrain.data_gen.{name}" for name in ("prompts", "chat", "capture", "respond"))
-    code = f"import sys, {rooms}; print('torch' in sys.modules)"
+def test_reading_prompts_and_watching_the_workers_needs_no_torch():
+    rooms = ", ".join(f"headtrain.data_gen.{name}" for name in ("prompts", "chat", "claims"))
+    status = "from headtrain.data_gen import capture, respond; respond.status('nowhere')"
+    code = f"import sys, {rooms}; {status}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

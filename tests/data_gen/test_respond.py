@@ -10,7 +10,8 @@ import torch
 
 from headtrain.config import PromptSource
 from headtrain.data_gen import capture, chat, passes, prompts, respond
-from headtrain.data_gen.store import CaptureStore, ResponseStore, file_name
+from headtrain.data_gen.claims import file_name
+from headtrain.data_gen.store import CaptureStore, ResponseStore
 from headtrain.files import claimed
 
 TAPS = (1, 2, 4)
@@ -137,6 +138,8 @@ def test_two_workers_share_the_batches_and_give_the_ids_of_one(recipe, tiny_targ
         os.waitpid(child, 0)
     respond.finish(recipe, places.responses, places.captures)
     assert ids_of(places.responses) == ids_of(whole.responses)
+    whole_again = respond.status(places.responses)
+    assert whole_again["done_batches"] == whole_again["batches"]
     by_worker = [json.loads(note.read_text())["pid"] for note in (places.responses / "claims").glob("*.json")]
     assert set(by_worker) == set(children)  # both did something
     assert len(by_worker) == len(list(places.responses.glob("*.safetensors")))
