@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -246,6 +248,16 @@ def test_a_batch_shares_its_wall_time_among_its_requests(target, head, prompts):
     answers = decode(target, make_drafter("head", head), prompts, k=3, max_new_tokens=8)
     assert len({a.total_s for a in answers}) == 1 and answers[0].total_s > 0
     assert 0 < answers[0].draft_s + answers[0].verify_s + answers[0].prefill_s <= answers[0].total_s
+
+
+def test_the_time_a_drafter_takes_is_counted_as_drafting(target, prompts, reference):
+    class Slow(Oracle):
+        def propose(self, k, uniform_BK=None):
+            time.sleep(0.02)
+            return super().propose(k)
+
+    answer = decode(target, Slow(prompts, reference), prompts[:1], k=3, max_new_tokens=9)[0]
+    assert answer.draft_s >= 0.02 * len(answer.steps) > 0 and answer.verify_s < answer.total_s - answer.draft_s
 
 
 # ------------------------------------------------------------------------------------------------- comparison
