@@ -11,7 +11,7 @@ from headtrain.heads.simulate import accepted_chain, correct_prefix, spans, summ
 
 
 def literal_decoder(drafts_of_slot, choice_after, prompt: int, end: int, k: int) -> list[int]:
-    """Decodes token by token. choice_after(i): the target's choice after token i; drafts_of_slot(p): the head's chain."""
+    """Decodes token by token. choice_after(i): the target's choice after token i; drafts_of_slot(p): the chain."""
     known = prompt + 1  # tokens of the document that are out, the first from the prefill
     accepted = []
     while known < end:
