@@ -99,9 +99,12 @@ class Head(nn.Module):
 
     config: HeadConfig
 
+    def scale_features(self, rms_AT: Tensor) -> None:
+        """Tells the head the root mean square of the target's features, float32 [A, T]. What it computes stays the same."""
+
     @classmethod
-    def fresh(cls, section: HeadSection, parts: TargetParts) -> Head:
-        """An untrained head for this target; the draft vocabulary is only sized, its mapping comes later."""
+    def fresh(cls, section: HeadSection, parts: TargetParts, rms_AT: Tensor) -> Head:
+        """An untrained head for this target and features of this size; the draft vocabulary is only sized, its mapping comes later."""
         raise NotImplementedError
 
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
@@ -164,11 +167,14 @@ def head_class(kind: str) -> type[Head]:
     return known[kind]
 
 
-def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Head:
+def new_head(
+    recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor, rms_AT: Tensor
+) -> Head:
     """A head for a target, ready to train: fresh, or continued from `head.init_from` (whose mapping wins).
 
     supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
-    the draft vocabulary is chosen by the first, then by the second.
+    the draft vocabulary is chosen by the first, then by the second. rms_AT: float32 [A, T], root mean square
+    of the captured features.
     """
     section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
     if section.init_from:
@@ -179,10 +185,11 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
                 f"the target has {len(lm_head)}"
             )
         inside, total = coverage(supervised_V, head.t2d)
+        head.scale_features(rms_AT)
         log.info("mapping taken from parent; covers %.1f %% of the new supervised tokens", 100 * inside / max(total, 1))
     else:
         torch.manual_seed(recipe.seed)
-        head = head_class(section.type).fresh(section, parts)
+        head = head_class(section.type).fresh(section, parts, rms_AT)
         selected = choose_draft_vocab(supervised_V, head.config.draft_vocab_size, parts.eos_ids, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         if unseen := int((supervised_V[selected] == 0).sum()):

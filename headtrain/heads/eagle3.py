@@ -81,6 +81,9 @@ class Eagle3Head(Head):
         self.norm.weight = nn.Parameter(torch.ones(c.hidden_size))
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(not c.freeze_lm_head)
+        # Captured features differ in size by orders of magnitude from one dimension to the next. Training sees them divided
+        # by their root mean square; a saved head has this folded into fc, so that engines see plain features.
+        self.register_buffer("feature_scale", torch.ones(len(c.taps) * c.target_hidden_size))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
         self.objective, self.decay, self.logit_scale = "soft_ce", 0.8, 1.0
@@ -92,7 +95,7 @@ class Eagle3Head(Head):
     # ------------------------------------------------------------------------------------------------ set-up
 
     @classmethod
-    def fresh(cls, section: HeadSection, parts: TargetParts) -> Eagle3Head:
+    def fresh(cls, section: HeadSection, parts: TargetParts, rms_AT: Tensor) -> Eagle3Head:
         t = parts.config
         heads = section.heads or t.num_attention_heads
         head = cls(
@@ -117,6 +120,7 @@ class Eagle3Head(Head):
                 freeze_lm_head=section.freeze_lm_head,
             )
         )
+        head.scale_features(rms_AT)
         for p in head.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -126,6 +130,15 @@ class Eagle3Head(Head):
         self._lent["embedding"] = embedding
         if lm_head is not None:
             self._lent["teacher"] = lm_head[self.t2d.to(lm_head.device)]
+
+    def scale_features(self, rms_AT: Tensor) -> None:
+        scale = 1.0 / rms_AT.flatten().clamp(min=1e-6)
+        self.fc.weight.data *= self.feature_scale / scale
+        self.feature_scale = scale
+
+    def _fuse(self, taps: Tensor) -> Tensor:
+        """fc over the taps, [..., A, T] -> [..., H]."""
+        return self.fc(taps.flatten(-2).to(self.fc.weight.dtype) * self.feature_scale.to(self.fc.weight.dtype))
 
     def _frozen(self, name: str) -> Tensor:
         """A lent tensor on the head's device, floating ones (but the rope frequencies) in its dtype."""
@@ -188,7 +201,7 @@ class Eagle3Head(Head):
         c = self.config
         _, w_hidden = self._projections()
         scale = c.head_dim**-0.5
-        features_NH = self.fc(batch.taps_NAT.flatten(1).to(self.fc.weight.dtype))
+        features_NH = self._fuse(batch.taps_NAT)
         everywhere = torch.arange(len(batch.ids_N), device=batch.ids_N.device)
         diagonals: list[tuple[Tensor, Tensor]] = []
         slots = _slots(segments, everywhere)
@@ -273,7 +286,7 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def extend(self, state: DraftState, tokens_BL, taps_BLAT, last_BLT, counts_B) -> tuple[Tensor, Tensor]:
-        features_BLH = self.fc(taps_BLAT.flatten(2).to(self.fc.weight.dtype))
+        features_BLH = self._fuse(taps_BLAT)
         new = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
         slots_BL = state.length_B[:, None] + new
         q_BLGJD = self._write(state, tokens_BL, features_BLH, slots_BL)
@@ -319,6 +332,7 @@ class Eagle3Head(Head):
     def portable_tensors(self) -> dict[str, Tensor]:
         """Tensors under the names every engine loads; d2t and t2d only with a reduced vocabulary."""
         tensors = dict(self.state_dict())
+        tensors["fc.weight"] = (self.fc.weight.float() * tensors.pop("feature_scale").float()).to(self.fc.weight.dtype)
         if self.t2d_or_none is None:
             del tensors["d2t"], tensors["t2d"]
         return tensors
@@ -336,6 +350,7 @@ class Eagle3Head(Head):
         if faults:
             raise ValueError(f"{where}: " + "; ".join(sorted(faults)))
         self.load_state_dict(tensors, strict=False)
+        self.feature_scale.fill_(1.0)
 
     def portable_config(self, dtype: torch.dtype) -> dict[str, Any]:
         """config.json that vLLM, SGLang, TensorRT-LLM and llama.cpp read alike, plus our own section."""

@@ -122,11 +122,25 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
 def build_head(config: RecipeConfig, run: Path) -> Head:
     """A fresh (or warm-started) head with the target's tensors lent to it, the same on every process."""
     parts = load_parts(config.target)
+    rms_AT = feature_size(CaptureStore(run / "captures", config.data.max_length))
     supervised_V, all_V = ResponseStore(run / "responses").token_counts("train", len(parts.lm_head))
     torch.manual_seed(config.seed)
-    head = new_head(config, parts, supervised_V, all_V)
+    head = new_head(config, parts, supervised_V, all_V, rms_AT)
     head.attach(parts.embedding, parts.lm_head)
     return head
+
+
+def feature_size(store: CaptureStore, tokens: int = 1 << 15) -> Tensor:
+    """Root mean square of each captured feature over the first `tokens` training tokens, by row id: float32 [A, T]."""
+    squares_AT, seen = 0.0, 0
+    for row in sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id):
+        taps_NAT = store.read(row).taps[:-1].float()
+        squares_AT, seen = squares_AT + taps_NAT.square().sum(0), seen + len(taps_NAT)
+        if seen >= tokens:
+            break
+    if not seen:
+        raise ValueError(f"{store.folder}: no row of split `train` to train on")
+    return (squares_AT / seen).sqrt()
 
 
 def select_rows(config: RecipeConfig, run: Path, head: Head, ranks: Ranks) -> tuple[CaptureStore, list, list, Tensor]:
