@@ -56,7 +56,7 @@ def test_the_training_forward_of_a_head_gives_the_same_loss_and_gradients(config
     found = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        head = new_head(config, parts, counts, counts)
+        head = new_head(config, parts, counts, counts, torch.ones(taps, hidden))
         head.attach(parts.embedding, parts.lm_head)
         head = head.float().to(device)
         output = head(batch.to(device))
