@@ -11,7 +11,7 @@ size, V draft vocabulary, B requests, L new tokens, S cache slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class DraftState:
     keys: Tensor
     values: Tensor
     length_B: Tensor
-    longest: int = 0
-    depth: int = field(default=0)
+    projections: tuple[Tensor, Tensor]  # the q/k/v weights' halves, contiguous
+    longest: int = 0  # most true slots of a request, at most
+    depth: int = 0  # drafts since the last extend
 
 
 class Eagle3Head(Head):
@@ -278,11 +279,13 @@ class Eagle3Head(Head):
 
     # ------------------------------------------------------------------------------------------------ drafting
 
+    @torch.no_grad()
     def start(self, batch: int, capacity: int) -> DraftState:
         c, weight = self.config, self.fc.weight
         shape = (batch, capacity, c.num_key_value_heads, c.head_dim)
         length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return DraftState(weight.new_zeros(shape), weight.new_zeros(shape), length)
+        halves = tuple(half.contiguous() for half in self._projections())
+        return DraftState(weight.new_zeros(shape), weight.new_zeros(shape), length, halves)
 
     @torch.no_grad()
     def extend(self, state: DraftState, tokens_BL, taps_BLAT, last_BLT, counts_B) -> tuple[Tensor, Tensor]:
@@ -307,7 +310,7 @@ class Eagle3Head(Head):
 
     def _write(self, state, tokens_BL, features_BLH, slots_BL) -> Tensor:
         """Puts the keys and values of new slots into the cache; returns their queries [B, L, G, J, D]."""
-        w_embed, w_hidden = self._projections()
+        w_embed, w_hidden = state.projections
         qkv = F.linear(self._embed(tokens_BL), w_embed) + F.linear(self._normed(features_BLH), w_hidden)
         q, k, v = self._split(qkv, slots_BL)
         rows = torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
