@@ -25,6 +25,7 @@ POLL = 0.2  # seconds between looks at the children
 PLAIN_EVERY = 15.0  # seconds between progress lines when there is no terminal
 GRACE = 10.0  # seconds a child has between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG = 1
+NOTE = "note: "  # what a child prints behind this is shown to the user at once
 
 
 class StageFailed(ValueError):
@@ -89,6 +90,7 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
     KeyboardInterrupt on SIGINT or SIGTERM, after the children are gone.
     """
     started: list[subprocess.Popen] = []
+    heard = [Notes(child.log) for child in children]
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for child in children:
@@ -98,6 +100,9 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
             while running:
                 states = [process.poll() for process in started]
                 running = None in states
+                for notes in heard:
+                    for text in notes.new():
+                        show(text)
                 for child, state in zip(children, states, strict=True):
                     if state:
                         raise StageFailed(last_words(label, child.log, state))
@@ -106,6 +111,20 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
     finally:
         _end(started)
         signal.signal(signal.SIGTERM, before)
+
+
+class Notes:
+    """The lines of a log, written from now on, that begin with NOTE."""
+
+    def __init__(self, log: Path):
+        self.log, self.at = log, log.stat().st_size if log.is_file() else 0
+
+    def new(self) -> list[str]:
+        with open(self.log, "rb") as handle:
+            handle.seek(self.at)
+            *whole, _ = handle.read().split(b"\n")
+        self.at += sum(len(text) + 1 for text in whole)
+        return [text.decode(errors="replace") for text in whole if text.startswith(NOTE.encode())]
 
 
 def _interrupt(*_: Any) -> None:
@@ -167,7 +186,7 @@ def last_words(label: str, log: Path, status: int) -> str:
 
 @contextlib.contextmanager
 def _display(label: str):
-    """Yields show(progress): one live line on a terminal, a plain line now and then elsewhere."""
+    """Yields show(progress or a line of text): one live line on a terminal, a plain line now and then elsewhere."""
     from rich.console import Console
 
     console, began = Console(stderr=False), time.monotonic()
@@ -176,14 +195,23 @@ def _display(label: str):
         from rich.text import Text
 
         with Live(Text(label), console=console, refresh_per_second=4, transient=True) as live:
-            yield lambda progress: live.update(Text(line(label, progress, time.monotonic() - began)))
+
+            def show(what: Progress | str) -> None:
+                if isinstance(what, str):
+                    live.console.print(Text(what))
+                else:
+                    live.update(Text(line(label, what, time.monotonic() - began)))
+
+            yield show
     else:
         shown = [began]
 
-        def show(progress: Progress) -> None:
-            if time.monotonic() - shown[0] >= PLAIN_EVERY:
+        def show(what: Progress | str) -> None:
+            if isinstance(what, str):
+                print(what, flush=True)
+            elif time.monotonic() - shown[0] >= PLAIN_EVERY:
                 shown[0] = time.monotonic()
-                print(line(label, progress, time.monotonic() - began), flush=True)
+                print(line(label, what, time.monotonic() - began), flush=True)
 
         yield show
     print(f"{label}: done in {clock(time.monotonic() - began)}", flush=True)

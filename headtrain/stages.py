@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from headtrain.children import NOTE
 from headtrain.config import ConfigError, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, locked, read_json, write_json
 
@@ -28,7 +29,9 @@ def run_stages(arguments: list[str]) -> int:
 
     names, options = arguments[0].split(","), dict(text.split("=", 1) for text in arguments[1:])
     run = Path(options["run_dir"])
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Notes())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("httpx", "filelock", "urllib3", "matplotlib", "DeepSpeed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = load_resolved(run / "config.yaml")
@@ -36,6 +39,14 @@ def run_stages(arguments: list[str]) -> int:
     for name in names:
         STAGES[name](config, run, options)
     return 0
+
+
+class Notes(logging.Formatter):
+    """headtrain's own warnings begin with NOTE, which the parent shows to the user."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        own = record.name.startswith("headtrain") and record.levelno >= logging.WARNING
+        return (NOTE if own else "") + record.getMessage()
 
 
 def quiet_libraries() -> None:
@@ -140,16 +151,17 @@ def responses(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.target import Target
 
     folders = [run / name for name in ("prompts", "responses", "captures")]
-    if config.data.responses.backend == "given":
-        text = target_config(config.target)
-        target: Any = SimpleNamespace(tokenizer=load_tokenizer(config.target), hidden_size=text.hidden_size)
-        layers = text.num_hidden_layers
-    else:
-        target = Target.load(config.target)
-        layers = target.num_layers
+    text, tokenizer = target_config(config.target), load_tokenizer(config.target)
+    taps = taps_of(config, text.num_hidden_layers)
     with locked(run / "responses" / ".lock"):
-        plan = respond.plan_batches(config, target.tokenizer, folders[0], folders[1])
-    respond.work(config, target, *folders, taps_of(config, layers))
+        first = not (run / "responses" / "plan.json").is_file()
+        plan = respond.plan_batches(config, tokenizer, folders[0], folders[1])
+        if first:  # too little space is said before the target is loaded
+            print(NOTE + respond.estimate_disk(config, text.hidden_size, len(taps), plan, folders[2]), flush=True)
+    target: Any = SimpleNamespace(tokenizer=tokenizer, hidden_size=text.hidden_size)
+    if config.data.responses.backend == "local":
+        target = Target.load(config.target)
+    respond.work(config, target, *folders, taps)
     with locked(run / "responses" / ".lock"):
         whole = respond.status(folders[1])["done_batches"] == len(plan["batches"])
         if whole and not Manifest(folders[1]).data.get("complete"):

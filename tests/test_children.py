@@ -62,6 +62,15 @@ def test_a_users_mistake_found_by_a_child_is_one_line(tmp_path):
     assert str(error.value) == "prompts: row 3 has no text"
 
 
+def test_what_a_child_notes_is_shown_once_and_the_rest_stays_in_its_log(tmp_path, capsys):
+    code = "print('note: the file is cut off', flush=True); print('chatter'); import time; time.sleep(1)"
+    for _ in range(2):
+        children.run([child(code, tmp_path / "x.log")], "prompts", Progress)
+    said = capsys.readouterr().out
+    assert said.count("note: the file is cut off\n") == 2 and "chatter" not in said
+    assert (tmp_path / "x.log").read_text().count("\nchatter\n") == 2
+
+
 def test_only_the_last_runs_words_are_shown(tmp_path):
     for words in ("first", "second"):
         with pytest.raises(StageFailed) as error:

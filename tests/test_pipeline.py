@@ -46,6 +46,7 @@ def check_run(run, config) -> None:
 def test_the_whole_path_of_a_recipe_runs_here(name, headtrain, tmp_path):
     run = tmp_path / "run"
     done = fit(headtrain, run, f"recipe={name}")
+    assert "note: captures need 512 B per token" in done.stdout
     config = configload.read_yaml(run / "config.yaml")
     check_run(run, config)
     assert config["target"]["family"] == configload.load(name, []).target.family
