@@ -100,11 +100,11 @@ class Head(nn.Module):
     config: HeadConfig
 
     def scale_features(self, rms_AT: Tensor) -> None:
-        """Tells the head the root mean square of the target's features, float32 [A, T]. What it computes stays the same."""
+        """Tells the head the root mean square of the target's features, float32 [A, T]. Changes no output."""
 
     @classmethod
     def fresh(cls, section: HeadSection, parts: TargetParts, rms_AT: Tensor) -> Head:
-        """An untrained head for this target and features of this size; the draft vocabulary is only sized, its mapping comes later."""
+        """An untrained head for this target and features of this size. The draft vocabulary has no mapping yet."""
         raise NotImplementedError
 
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:

@@ -82,8 +82,8 @@ class Eagle3Head(Head):
         self.norm.weight = nn.Parameter(torch.ones(c.hidden_size))
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(not c.freeze_lm_head)
-        # Captured features differ in size by orders of magnitude from one dimension to the next. Training sees them divided
-        # by their root mean square; a saved head has this folded into fc, so that engines see plain features.
+        # Captured features differ in size by orders of magnitude from one dimension to the next. Training sees them
+        # divided by their root mean square; a saved head has this folded into fc: engines see plain features.
         self.register_buffer("feature_scale", torch.ones(len(c.taps) * c.target_hidden_size))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
