@@ -17,7 +17,8 @@ def make_head(draft_vocab=20, **options):
     torch.manual_seed(0)
     config = HeadConfig(
         hidden_size=T, target_hidden_size=T, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=8, vocab_size=V, draft_vocab_size=draft_vocab, taps=[1, 2, 4], unroll=DEPTHS, target_layers=7, **options,
+        head_dim=8, vocab_size=V, draft_vocab_size=draft_vocab, taps=[1, 2, 4], unroll=DEPTHS,
+        target_layers=7, **options,
     )  # fmt: skip
     head = Eagle3Head(config)
     for p in head.parameters():
@@ -201,6 +202,19 @@ def test_micro_batches_add_up_to_the_whole_batch():
         (parts(piece).loss / 2).backward()  # what DeepSpeed does with accumulation
     for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_feature_sizes_change_no_output_and_are_folded_into_the_saved_fc(tmp_path):
+    head, batch = make_head(), make_batch()
+    before = head.draft_all(batch, 3)
+    loss = head(batch).loss.item()
+    head.scale_features(torch.rand(3, T) * 100 + 0.01)
+    assert head(batch).loss.item() == pytest.approx(loss, rel=1e-5)
+    assert torch.equal(head.draft_all(batch, 3), before)
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, head._lent["embedding"])
+    assert torch.equal(again.draft_all(batch, 3), before)
+    assert bool((again.feature_scale == 1).all())
 
 
 def test_a_saved_head_loads_bit_equal_and_a_damaged_folder_is_refused_by_tensor_name(tmp_path):
