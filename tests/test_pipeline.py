@@ -79,7 +79,7 @@ def test_evaluating_a_head_folder_alone_uses_a_run_folder_of_its_own(headtrain, 
     assert configload.read_yaml(run / "config.yaml")["eval"]["drafters"] == ["ngram"], "the head's run is left alone"
 
 
-def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, tmp_path):
+def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, tmp_path, environment):
     run, few = tmp_path / "run", ("recipe=eagle3_qwen3_8b", "inspect=1")
     done = headtrain("generate", f"run_dir={run}", "smoke=true", *few)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -92,6 +92,13 @@ def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, 
     assert len(list(run.glob("captures.old-*"))) == 1
     missing = headtrain("train", f"run_dir={run}", "smoke=true", "recipe=eagle3_qwen3_8b")
     assert missing.returncode == 2 and "captures is missing, unfinished, or of other settings" in missing.stderr
+    launched = environment | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                              "MASTER_PORT": "29611"}  # fmt: skip
+    arguments = ["train", f"run_dir={run}", "smoke=true", "recipe=eagle3_qwen3_8b", "head.taps=[1,3]"]
+    done = headtrain(*arguments, "--local_rank=0", env=launched)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Manifest(run / "training").data["complete"] and (run / "head" / "model.safetensors").is_file()
+    assert "nothing to do" in headtrain(*arguments, env=launched).stdout
 
 
 def test_two_runs_do_not_share_a_run_folder(headtrain, tmp_path):
