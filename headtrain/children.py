@@ -98,7 +98,7 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
         with _display(label) as show:
             running = True
             while running:
-                states = [process.poll() for process in started]
+                states = [_state(process) for process in started]
                 running = None in states
                 for notes in heard:
                     for text in notes.new():
@@ -149,19 +149,25 @@ def _start(child: Child) -> subprocess.Popen:
         )  # fmt: skip
 
 
+def _state(process: subprocess.Popen) -> int | None:
+    """Exit status, or None while it runs. What an ended child left behind in its process group is killed, once."""
+    if process.returncode is None and process.poll() is not None:
+        _signal_group(process, signal.SIGKILL)
+    return process.returncode
+
+
 def _end(started: list[subprocess.Popen]) -> None:
-    """Ends whole process groups: SIGTERM, a grace period, SIGKILL."""
-    for process in started:
-        if process.poll() is None:
-            _signal_group(process, signal.SIGTERM)
+    """Ends whole process groups: SIGTERM, a grace period, SIGKILL. Ended ones are left alone: ids are used again."""
+    going = [process for process in started if _state(process) is None]
+    for process in going:
+        _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
-    for process in started:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    while time.monotonic() < deadline and any([_state(process) is None for process in going]):
+        time.sleep(0.05)
+    for process in going:
+        if _state(process) is None:
             _signal_group(process, signal.SIGKILL)
             process.wait()
-        _signal_group(process, signal.SIGKILL)  # grandchildren that outlived it
 
 
 def _signal_group(process: subprocess.Popen, number: int) -> None:
