@@ -95,6 +95,7 @@ class HeadSection:
     norm_before_residual: bool = False  # add the normed hidden state as the residual (not every engine can)
     norm_output: bool = False  # feed back the normed output instead of the residual stream
     freeze_lm_head: bool = False  # keep lm_head at the target's rows
+    start: str = "calibrated"  # calibrated (features and copying in closed form) | random
     init_from: str | None = None  # a head folder to start from
 
 
@@ -231,6 +232,7 @@ RULES: dict[str, Rule] = {
     "head.type": _one_of("eagle3"),
     "head.taps": _COUNT,
     "head.layers": _one_of(1),
+    "head.start": _one_of("calibrated", "random"),
     "head.unroll": _number(1, 64),
     "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
     **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},

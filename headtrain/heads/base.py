@@ -103,8 +103,15 @@ class Head(nn.Module):
         """Tells the head the root mean square of the target's features, float32 [A, T]. Changes no output."""
 
     @classmethod
-    def fresh(cls, section: HeadSection, parts: TargetParts, rms_AT: Tensor) -> Head:
-        """An untrained head for this target and features of this size. The draft vocabulary has no mapping yet."""
+    def fresh(cls, section: HeadSection, parts: TargetParts) -> Head:
+        """An untrained head for this target, random weights. The draft vocabulary has no mapping yet."""
+        raise NotImplementedError
+
+    def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
+        """Takes over what the target gives a fresh head: the lm_head rows `selected`, its norm, the features' sizes.
+
+        With a seed also the closed-form start (headtrain/heads/calibrate.py).
+        """
         raise NotImplementedError
 
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
@@ -167,14 +174,12 @@ def head_class(kind: str) -> type[Head]:
     return known[kind]
 
 
-def new_head(
-    recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor, rms_AT: Tensor
-) -> Head:
+def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor, sample: Batch) -> Head:
     """A head for a target, ready to train: fresh, or continued from `head.init_from` (whose mapping wins).
 
     supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
-    the draft vocabulary is chosen by the first, then by the second. rms_AT: float32 [A, T], root mean square
-    of the captured features.
+    the draft vocabulary is chosen by the first, then by the second. sample: some packed training rows,
+    for the sizes of the features and, with head.start=calibrated, the closed-form start.
     """
     section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
     if section.init_from:
@@ -185,22 +190,27 @@ def new_head(
                 f"the target has {len(lm_head)}"
             )
         inside, total = coverage(supervised_V, head.t2d)
-        head.scale_features(rms_AT)
+        head.scale_features(feature_size(sample))
         log.info("mapping taken from parent; covers %.1f %% of the new supervised tokens", 100 * inside / max(total, 1))
     else:
         torch.manual_seed(recipe.seed)
-        head = head_class(section.type).fresh(section, parts, rms_AT)
+        head = head_class(section.type).fresh(section, parts)
         selected = choose_draft_vocab(supervised_V, head.config.draft_vocab_size, parts.eos_ids, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         if unseen := int((supervised_V[selected] == 0).sum()):
             log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, len(selected))
-        head.lm_head.weight.data.copy_(lm_head[selected])
+        head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
     head.attach(embedding, lm_head)
     head.objective, head.decay = recipe.train.objective, recipe.train.decay
     head.logit_scale = (
         1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
     )
     return head
+
+
+def feature_size(sample: Batch) -> Tensor:
+    """Root mean square of every feature over a sample's positions, float32 [A, T]."""
+    return sample.taps_NAT.float().square().mean(0).sqrt()
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from headtrain.config import HeadSection
 from headtrain.engines import check_taps, default_taps
-from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput
+from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput, feature_size
+from headtrain.heads.calibrate import calibrate
 from headtrain.heads.layers import (
     Segment,
     depth_attention,
@@ -96,7 +97,7 @@ class Eagle3Head(Head):
     # ------------------------------------------------------------------------------------------------ set-up
 
     @classmethod
-    def fresh(cls, section: HeadSection, parts: TargetParts, rms_AT: Tensor) -> Eagle3Head:
+    def fresh(cls, section: HeadSection, parts: TargetParts) -> Eagle3Head:
         t = parts.config
         heads = section.heads or t.num_attention_heads
         head = cls(
@@ -121,7 +122,6 @@ class Eagle3Head(Head):
                 freeze_lm_head=section.freeze_lm_head,
             )
         )
-        head.scale_features(rms_AT)
         for p in head.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -131,6 +131,14 @@ class Eagle3Head(Head):
         self._lent["embedding"] = embedding
         if lm_head is not None:
             self._lent["teacher"] = lm_head[self.t2d.to(lm_head.device)]
+
+    def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
+        self.lm_head.weight.data.copy_(parts.lm_head[selected])
+        self.norm.weight.data.copy_(parts.norm_weight)
+        self.scale_features(feature_size(sample))
+        nn.init.normal_(self.fc.weight, std=0.02)
+        if seed is not None:
+            calibrate(self, sample, parts, seed)
 
     def scale_features(self, rms_AT: Tensor) -> None:
         scale = 1.0 / rms_AT.flatten().clamp(min=1e-6)

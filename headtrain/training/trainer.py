@@ -51,7 +51,7 @@ def train(config: RecipeConfig, run: Path) -> None:
 
 def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
     t, folder = config.train, run / "training"
-    head = build_head(config, run)
+    head = build_head(config, run, ranks.device)
     depths, draft_k = head.config.unroll, max(config.eval.k)
     store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
     parts = ranks.world * t.accumulate
@@ -119,28 +119,28 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
 
 # ------------------------------------------------------------------------------------------------- the start
 
-def build_head(config: RecipeConfig, run: Path) -> Head:
+def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
     """A fresh (or warm-started) head with the target's tensors lent to it, the same on every process."""
     parts = load_parts(config.target)
-    rms_AT = feature_size(CaptureStore(run / "captures", config.data.max_length))
+    sample = first_rows(CaptureStore(run / "captures", config.data.max_length))
     supervised_V, all_V = ResponseStore(run / "responses").token_counts("train", len(parts.lm_head))
     torch.manual_seed(config.seed)
-    head = new_head(config, parts, supervised_V, all_V, rms_AT)
+    head = new_head(config, parts, supervised_V, all_V, sample.to(device))
     head.attach(parts.embedding, parts.lm_head)
     return head
 
 
-def feature_size(store: CaptureStore, tokens: int = 1 << 15) -> Tensor:
-    """Root mean square of each captured feature over the first `tokens` training tokens, by row id: float32 [A, T]."""
-    squares_AT, seen = 0.0, 0
+def first_rows(store: CaptureStore, tokens: int = 40_000) -> Batch:
+    """The first training rows, by id, with so many tokens in all: what a fresh head is fitted to."""
+    chosen = []
     for row in sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id):
-        taps_NAT = store.read(row).taps[:-1].float()
-        squares_AT, seen = squares_AT + taps_NAT.square().sum(0), seen + len(taps_NAT)
-        if seen >= tokens:
+        if tokens <= 0:
             break
-    if not seen:
+        chosen.append(row)
+        tokens -= row.tokens
+    if not chosen:
         raise ValueError(f"{store.folder}: no row of split `train` to train on")
-    return (squares_AT / seen).sqrt()
+    return collate([store.read(row) for row in chosen], [row.id for row in chosen])
 
 
 def select_rows(config: RecipeConfig, run: Path, head: Head, ranks: Ranks) -> tuple[CaptureStore, list, list, Tensor]:
