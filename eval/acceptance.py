@@ -63,5 +63,25 @@ def tau_interval(prompts: Sequence[Steps], draws: int = 1000, seed: int = 0) -> 
     return [taus[int(0.025 * draws)], taus[min(draws - 1, int(0.975 * draws))]]
 
 
+def difference_interval(
+    ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]], draws: int = 1000, seed: int = 0
+) -> list[float] | None:
+    """[low, high]: 95 % bootstrap interval of the difference of two pooled taus on the same prompts.
+
+    ours, theirs: (steps, accepted) of each prompt, in the same order. Drawing whole prompts for both at once leaves out
+    what makes a prompt easy or hard for either. None without steps.
+    """
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a[0] and b[0]]
+    if not pairs:
+        return None
+    choose, found = random.Random(seed), []
+    for _ in range(draws):
+        picked = choose.choices(pairs, k=len(pairs))
+        (n, a), (m, b) = ((sum(pair[i][0] for pair in picked), sum(pair[i][1] for pair in picked)) for i in (0, 1))
+        found.append(a / n - b / m)
+    found.sort()
+    return [found[int(0.025 * draws)], found[min(draws - 1, int(0.975 * draws))]]
+
+
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None

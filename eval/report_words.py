@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from headtrain.engines import servable_name, serve_command
+from headtrain.eval.acceptance import difference_interval
 
 NAMES = {"head": "head", "ngram": "n-gram", "head+ngram": "head + n-gram", "none": "plain decoding"}
 KINDS = {"eagle3": "EAGLE-3"}
@@ -87,7 +88,17 @@ def _by_drafter(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         accepting = max(mine, key=lambda row: (row.get("kind") != "speed", row.get("steps") or 0))
         timed = min(mine, key=lambda row: (row.get("kind") != "speed", row.get("batch") or 0))
         out[name] = {key: accepting.get(key) for key in MEASURED} | {key: timed.get(key) for key in TIMED}
+        out[name]["by_prompt"] = _by_prompt(accepting)
         out[name] |= {f"timed_{key}": timed.get(key) for key in ("tau", "batch", "prompts")}
+    return out
+
+
+def _by_prompt(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(steps, accepted) of every prompt of a result, from its flat step counts; empty where it has none."""
+    out, at, flat = {}, 0, row.get("accepted_per_step") or []
+    for prompt in row.get("per_prompt") or []:
+        out[prompt["id"]] = (prompt["steps"], sum(flat[at : at + prompt["steps"]]))
+        at += prompt["steps"]
     return out
 
 
@@ -110,10 +121,16 @@ def main_comparison(groups: list[dict[str, Any]]) -> dict[str, Any] | None:
 def against(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """`above`, `below` or `level`: our acceptance length beside theirs; None when either was not measured.
 
-    With 95 % intervals: level as long as they overlap. Without: level within 2 %.
+    On the same prompts: level when the 95 % interval of the paired difference holds 0. Else with intervals of each:
+    level as long as they overlap; without: level within 2 %.
     """
     if not (known(ours.get("tau")) and known(theirs.get("tau"))):
         return None
+    mine, others = ours.get("by_prompt") or {}, theirs.get("by_prompt") or {}
+    if mine and mine.keys() == others.keys():
+        interval = difference_interval(list(mine.values()), [others[prompt] for prompt in mine])
+        if interval:
+            return "above" if interval[0] > 0 else "below" if interval[1] < 0 else "level"
     ours_ci, theirs_ci = ours.get("tau_ci"), theirs.get("tau_ci")
     if ours_ci and theirs_ci and all(map(known, [*ours_ci, *theirs_ci])):
         if ours_ci[0] > theirs_ci[1]:

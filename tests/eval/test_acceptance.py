@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from headtrain.eval.acceptance import FORMULAS, metrics, tau_interval
+from headtrain.eval.acceptance import FORMULAS, difference_interval, metrics, tau_interval
 
 # Chain of K = 4, five steps; the numbers are worked by hand.
 ONE_PROMPT = [(4, accepted) for accepted in (4, 2, 0, 3, 1)]
+
+
+def test_the_paired_interval_sees_a_small_but_steady_difference_that_separate_intervals_hide():
+    theirs = [(20, accepted) for accepted in range(0, 60, 3)]  # prompts differ much
+    ours = [(20, accepted + 4) for _, accepted in theirs]  # each is better by 0.2 tokens a step
+    low, high = difference_interval(ours, theirs)
+    assert 0.19 < low <= high < 0.21
+    alone = [tau_interval([[(5, a / steps)] * steps for steps, a in rows]) for rows in (ours, theirs)]
+    assert alone[0][0] < alone[1][1]
+    low, high = difference_interval(theirs, ours)
+    assert high < 0
+    assert difference_interval([(0, 0)], [(3, 1)]) is None
 
 
 def test_five_steps_of_a_chain_of_four():
