@@ -140,6 +140,7 @@ def write_folder(out_dir: Path, config: dict[str, Any], tensors: dict[str, Tenso
     try:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
         (part / "config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (part / "README.md").write_text(text, encoding="utf-8")
         for file in part.iterdir():
