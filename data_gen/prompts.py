@@ -124,7 +124,7 @@ def _turns(row: Any, source: str) -> list[dict]:
 
 def _role(turn: dict) -> str:
     name = turn.get("role", turn.get("from"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         if name in ("tool", "function", "observation", "function_call"):
             raise Reject("has_tools")
         raise Reject(f"unknown_role: {name}")
@@ -137,10 +137,15 @@ def _content(turn: dict) -> str | None:
         raise Reject("has_tools")
     value = turn["content"] if "content" in turn else turn.get("value")
     if isinstance(value, list):
-        kinds = {part.get("type", "text") if isinstance(part, dict) else "text" for part in value}
+        if not all(isinstance(part, dict | str) for part in value):
+            raise Reject("content_is_not_text")
+        kinds = {str(part.get("type", "text")) if isinstance(part, dict) else "text" for part in value}
         if kinds - {"text"}:
             raise Reject(f"not_text: {', '.join(sorted(kinds - {'text'}))}")
-        value = "".join(part["text"] if isinstance(part, dict) else str(part) for part in value)
+        texts = [part.get("text") if isinstance(part, dict) else part for part in value]
+        if not all(isinstance(text, str) for text in texts):
+            raise Reject("content_is_not_text")
+        value = "".join(texts)
     if value is not None and not isinstance(value, str):
         raise Reject("content_is_not_text")
     return value
@@ -239,7 +244,7 @@ def collect(data: DataConfig) -> tuple[list[Prompt], Counter, Counter]:
         for number, row in readers.rows(place.source):
             counts["read"] += 1
             if isinstance(row, readers.Broken):
-                log.warning("%s: %s (%s); everything before it is kept", place.source, row.detail, row.reason)
+                log.warning("%s: %s (%s); the other rows are kept", place.source, row.detail, row.reason)
             try:
                 found = conversation(row, place.source, number, given, notes)
             except Reject as reason:

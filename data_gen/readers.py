@@ -72,7 +72,7 @@ def _lines(handle: BinaryIO) -> Iterator[tuple[int, Any]]:
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             row = Broken("invalid_utf8", f"line {at + 1}: {error}")
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             row = Broken("broken_json" if raw.endswith(b"\n") else "cut_off", f"line {at + 1}: {error}")
         yield number, row
         number += 1
@@ -122,6 +122,8 @@ def _array(handle: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             yield number, Broken("cut_off", f"the file ends inside row {number} (rows count from 0)")
             return
+        except (ValueError, RecursionError) as error:
+            raise ReadError(f"{path}: row {number} cannot be read ({type(error).__name__}: {error})") from error
         if at_next >= len(text) - 1 and not ended and more_after_number(row):
             more()  # a bare number at the edge of the buffer may have more digits
             continue

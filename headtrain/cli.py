@@ -225,7 +225,7 @@ def _generate(arguments: list[str]) -> int:
 
     config, given = _recipe(arguments, ("inspect",))
     rows = given.get("inspect", "0")
-    if not rows.isdigit():
+    if not rows.isdecimal():
         raise ConfigError(f"inspect={rows}: a number of rows is needed")
     pipeline.generate(config, inspect=int(rows))
     return 0

@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     try:
         content = OmegaConf.load(path)
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     content = OmegaConf.to_container(content) if content else {}
     if not isinstance(content, dict):

@@ -148,6 +148,11 @@ class Manifest:
         write_json(self.path, self.data)
         return False
 
+    def reopen(self) -> None:
+        """Takes completeness back: some of the stage's files are gone."""
+        self.data["complete"] = False
+        write_json(self.path, self.data)
+
     def _move_aside(self) -> None:
         old = self.data.get("fingerprint", "")[:12] or f"unmarked-{time.strftime('%Y%m%d-%H%M%S')}"
         aside = self.folder.with_name(f"{self.folder.name}.old-{old}")

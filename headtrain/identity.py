@@ -113,6 +113,8 @@ def target_identity(config: TargetConfig, run: Path) -> dict[str, Any]:
     if not config.model:
         raise IdentityError("target.model is not set: give a Hub id, a folder, a .gguf file or package:NAME/FILE")
     path = Path(locate(config.model)).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise IdentityError(f"target.model={config.model}: a file must be a .gguf; or give a folder or a Hub id")
     if path.is_file():
         return {"model": path.name, "sha256": known_sha256(path, run)}
     if path.is_dir():
@@ -154,9 +156,10 @@ def hub_commit(config: TargetConfig) -> str:
 
 def _transport_errors() -> tuple[type[Exception], ...]:
     """What the Hub client's HTTP library raises when there is no network."""
-    import httpx
+    import importlib.util
 
-    return (httpx.HTTPError,)
+    names = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    return tuple(importlib.import_module(name).HTTPError for name in names)
 
 
 def folder_identity(folder: str | None) -> str | None:

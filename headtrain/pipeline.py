@@ -22,6 +22,11 @@ from headtrain.files import Manifest, claimed, fingerprint, read_json, write_tex
 
 DATA = ("prompts", "responses", "captures")
 RESULT = "report/report.json"
+KEPT = {  # what a complete stage must still have, beside the files its index lists
+    "prompts": ("prompts.jsonl",), "responses": ("plan.json", "index.json"), "captures": ("index.json",),
+    "training": ("best.json", "../head/config.json", "../head/model.safetensors"),
+    "report": ("report.json", "report.html"),
+}  # fmt: skip
 LIGHT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # the environment of stages that need no device
 
 
@@ -87,11 +92,23 @@ def evaluate(config: RecipeConfig, head: Path, own_run_dir: bool) -> None:
         mark = fingerprint([asdict(config.eval), config.target.model, identity.folder_identity(str(head))])[:8]
         name = head.resolve().parent.name if head.name == "head" else head.name
         config.run_dir = str(Path("runs") / f"eval-{name}-{mark}")
+    if (Path(config.run_dir or "") / "training").is_dir():
+        raise ConfigError(f"run_dir={config.run_dir}: a run with a head of its own; give the evaluation another folder")
     with opened(config, head=head) as job:
-        if not (job.run / "head").is_dir():
-            shutil.copytree(head, job.run / "head")
+        _bring_head(head, job.run / "head")
         job.run_missing(["prompts", "report"] if job.asks_prompts else ["report"])
     print(result(job.run))
+
+
+def _bring_head(head: Path, place: Path) -> None:
+    """A whole copy of the head folder at `place`; another head that lies there is replaced."""
+    if place.is_dir() and identity.folder_identity(str(place)) == identity.folder_identity(str(head)):
+        return
+    part = place.with_name(".head.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(head, part)
+    shutil.rmtree(place, ignore_errors=True)
+    part.rename(place)
 
 
 def export_head(head: Path, name: str, out: str | None) -> str:
@@ -127,12 +144,16 @@ def result(run: Path) -> str:
     """The table of the run's report."""
     from headtrain.eval.report import table
 
-    return table(read_json(run / RESULT), run)
+    report = read_json(run / RESULT)
+    try:
+        return table(report, run)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{run / RESULT} is no report ({error}); delete it to have it made again") from error
 
 
 def _counts(folder: Path) -> str:
     data = Manifest(folder).data
-    counts, left_out = _listed(data["counts"]), _listed(data.get("left_out", {}))
+    counts, left_out = _listed(data.get("counts", {})), _listed(data.get("left_out", {}))
     return counts + (f"; left out: {left_out}" if left_out else "")
 
 
@@ -155,7 +176,10 @@ def prepared(config: RecipeConfig) -> RecipeConfig:
 def opened(config: RecipeConfig, head: Path | None = None) -> Iterator[Job]:
     """A Job whose run folder no other headtrain process works in."""
     run = Path(config.run_dir or "")
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir={run}: no folder can be made there ({error.strerror}); give another") from error
     with claimed(run / ".lock") as mine:
         if not mine:
             raise ConfigError(f"run_dir={run}: another headtrain process works in it; wait, or give another run_dir")
@@ -178,7 +202,16 @@ class Job:
 
     def complete(self, stage: str) -> bool:
         data = Manifest(self.run / stage).data
-        return bool(data.get("complete")) and data.get("fingerprint") == self.marks[stage][0]
+        mine = bool(data.get("complete")) and data.get("fingerprint") == self.marks[stage][0]
+        return mine and not self.lost(stage)
+
+    def lost(self, stage: str) -> list[Path]:
+        """Files that a complete stage must have and that are gone."""
+        wanted = [self.run / stage / name for name in KEPT.get(stage, ())]
+        index = self.run / stage / "index.json"
+        if stage in ("responses", "captures") and index.is_file():
+            wanted += [index.parent / entry["file"] for entry in read_json(index)["files"]]
+        return [path for path in wanted if not path.is_file()]
 
     def need(self, wanted: tuple[str, ...]) -> None:
         for stage in wanted:
@@ -192,9 +225,15 @@ class Job:
         folder = self.run / stage
         before, mark = Manifest(folder).data.get("fingerprint"), self.marks[stage][0]
         was_there = folder.is_dir()
-        done = Manifest(folder).open(*self.marks[stage])
+        manifest = Manifest(folder)
+        done = manifest.open(*self.marks[stage])
+        if done and (lost := self.lost(stage)):
+            print(f"{stage}: {', '.join(path.name for path in lost)} is gone; making it again")
+            manifest.reopen()
+            done = False
         if was_there and before != mark:
-            print(f"{stage}: made with other settings; the old folder is kept beside it")
+            why = "made with other settings" if before else "without a manifest"
+            print(f"{stage}: {why}; the old folder is kept beside it")
             if stage == "training":
                 self._swap_heads(before or "unmarked", mark)
         return done
@@ -218,6 +257,8 @@ class Job:
         missing = [stage for stage in wanted if not self.complete(stage)]
         if not missing:
             return
+        if self.config.smoke:
+            print("smoke=true: a tiny random target, our own prompts, and small data, training and evaluation settings")
         if "training" in missing and not any(vars(self.config.train)[key] for key in ("epochs", "steps", "seconds")):
             raise ConfigError("train.epochs, train.steps and train.seconds are all empty: set one of them")
         if "prompts" in missing and not self.config.data.prompts:

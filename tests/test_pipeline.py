@@ -62,6 +62,14 @@ def test_the_whole_path_of_a_recipe_runs_here(name, headtrain, tmp_path):
     status = headtrain("status", f"run_dir={run}").stdout
     assert status.count("complete: ") == 6
 
+    shard = next((run / "captures").glob("captures-*.safetensors"))
+    gone = [shard, run / "head" / "model.safetensors", run / "report" / "report.json"]
+    for path in gone:
+        path.unlink()
+    said = fit(headtrain, run, f"recipe={name}").stdout
+    assert all(f"{path.name} is gone; making it again" in said for path in gone)
+    check_run(run, config)
+
 
 def test_evaluating_a_head_folder_alone_uses_a_run_folder_of_its_own(headtrain, tmp_path):
     run = tmp_path / "run"
@@ -77,6 +85,24 @@ def test_evaluating_a_head_folder_alone_uses_a_run_folder_of_its_own(headtrain, 
     measured = {(row["suite"], row["k"]) for row in report["results"] if row["drafter"] == "head"}
     assert measured == {("own", 1), ("own", 2)}
     assert configload.read_yaml(run / "config.yaml")["eval"]["drafters"] == ["ngram"], "the head's run is left alone"
+    refused = headtrain("eval", f"head={made / 'head'}", f"target={target}", f"suites={suite}", f"run_dir={run}")
+    assert refused.returncode == 2 and "give the evaluation another folder" in refused.stderr
+
+
+def test_an_evaluation_folder_that_holds_another_head_gets_the_one_that_is_asked_for(tmp_path):
+    for name, content in (("a", "first"), ("b", "second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    for name in ("a", "b", "b"):
+        pipeline._bring_head(tmp_path / name, tmp_path / "run" / "head")
+        given = (tmp_path / name / "config.json").read_text()
+        assert (tmp_path / "run" / "head" / "config.json").read_text() == given
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(headtrain, tmp_path):
+    (tmp_path / "file").write_text("x")
+    done = headtrain("fit", "recipe=eagle3_llama8b", "smoke=true", f"run_dir={tmp_path / 'file'}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and f"run_dir={tmp_path / 'file'}" in done.stderr
 
 
 def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, tmp_path, environment):

@@ -6,7 +6,6 @@ vocabulary, B requests, L new tokens per request, K draft tokens.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -235,20 +234,30 @@ def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.
 
     Raises ValueError naming the file and the missing, extra or mis-shaped tensor.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    from headtrain.files import read_json
 
     folder = Path(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is not a head folder: {name} is missing")
-    written = json.loads((folder / "config.json").read_text())
-    if "headtrain" not in written:
+    written = read_json(folder / "config.json")
+    if not isinstance(written, dict) or "headtrain" not in written:
         raise ValueError(
             f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)"
         )
-    config = HeadConfig(**written["headtrain"])
+    weights = folder / "model.safetensors"
+    try:
+        config = HeadConfig(**written["headtrain"])
+        tensors = load_file(weights)
+    except TypeError as error:
+        raise ValueError(f"{folder / 'config.json'}: its headtrain section does not fit ({error})") from error
+    except SafetensorError as error:
+        raise ValueError(f"{weights} cannot be read ({error}); copy the head again") from error
     head = head_class(config.type)(config)
-    head.load_portable(load_file(folder / "model.safetensors"), str(folder / "model.safetensors"))
+    head.load_portable(tensors, str(weights))
     if embedding is not None:
         head.attach(embedding)
     return head.to(dtype).eval()

@@ -72,6 +72,33 @@ def test_bom_crlf_blank_lines_and_u2028_give_the_rows_of_the_plain_file(tmp_path
     assert texts == {"line one\r\nline two", "ok\u2028fine", "ä?", "ö!"}
 
 
+ODD_CONTENTS = [
+    [{"type": "text", "text": None}], [{"type": "text", "text": 3}], [{"type": "text"}], [{"type": None, "text": "a"}],
+    [{"type": None}, {"type": "image"}], [{"type": ["text"], "text": "a"}], [["a"]], [None, "x"], {"text": "a"}, 7,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["local", "given"])
+def test_a_row_of_any_shape_is_used_or_counted_and_never_ends_the_stage(backend, write_jsonl):
+    def row(**user):
+        return {"messages": [user, {"role": "assistant", "content": "yes"}]}
+
+    odd = [row(role="user", content=content) for content in ODD_CONTENTS]
+    odd += [row(role=role, content="hello") for role in (["user"], {"a": 1}, None, 3)]
+    odd += [{"messages": 3}, {"messages": [3]}, [], None, 7, "text"]
+    kept, counts, left_out = collect(write_jsonl([*odd, row(role="user", content="A good one.")]), backend=backend)
+    assert [prompt.messages[0]["content"] for prompt in kept] == ["A good one."]
+    assert counts["read"] == len(odd) + 1 and sum(left_out.values()) == len(odd)
+
+
+def test_numbers_and_nesting_that_python_refuses_are_broken_rows(tmp_path):
+    good = '{"messages": [{"role": "user", "content": "A good one."}]}'
+    path = tmp_path / "wild.jsonl"
+    path.write_text("\n".join([good, "1" * 6000, "[" * 200_000, good.replace("good", "better"), ""]))
+    kept, _, left_out = collect(str(path), backend="local")
+    assert len(kept) == 2 and left_out["broken_json"] == 2
+
+
 def test_four_spellings_of_a_chat_are_one_row_and_an_unknown_role_is_named(write_jsonl):  # case 07
     kinds = [("conversations", "from", "value", "human", "gpt"), ("messages", "role", "content", "user", "assistant"),
              ("conversations", "role", "content", "user", "assistant"),

@@ -231,3 +231,10 @@ def test_a_saved_head_loads_bit_equal_and_a_damaged_folder_is_refused_by_tensor_
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors.*extra is not a tensor.*fc\.weight is missing"):
         load_head(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text('{"headtrain": {"unheard_of": 1}}')
+    with pytest.raises(ValueError, match=r"config\.json: its headtrain section does not fit.*unheard_of"):
+        load_head(tmp_path)
