@@ -111,3 +111,23 @@ def test_recipes_show_prints_a_config_that_loads_to_the_same(headtrain, tmp_path
     assert shown.returncode == 0 and "lr: 0.0002" in shown.stdout
     before = configload.load("eagle3_smollm2", ["train.lr=2e-4"])
     assert configload.load(str(tmp_path / "again.yaml"), []) == before
+
+
+@pytest.mark.parametrize("call, said", [
+    (["plan", "recipe={}/bytes.yaml"], "bytes.yaml: cannot be read as YAML"),
+    (["fit", "recipe=eagle3_llama8b", "target.model={}/text.txt", "run_dir={}/run"], "a file must be a .gguf"),
+    (["generate", "recipe=eagle3_llama8b", "inspect=²", "run_dir={}/run"], "inspect=²: a number of rows is needed"),
+])  # fmt: skip
+def test_a_wrong_file_or_number_is_one_line_that_names_it(call, said, headtrain, tmp_path):
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "text.txt").write_text("no model")
+    done = headtrain(*(word.format(tmp_path) for word in call))
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_status_of_a_stage_whose_manifest_has_no_counts(headtrain, tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "captures").mkdir()
+    (tmp_path / "captures" / "manifest.json").write_text('{"complete": true}')
+    done = headtrain("status", f"run_dir={tmp_path}")
+    assert done.returncode == 0 and "complete" in done.stdout
