@@ -201,16 +201,14 @@ def _pace(rows: dict[str, dict[str, Any]]) -> str:
     if not timed:
         return " Speed was not measured."
     name = max(timed, key=lambda n: timed[n]["speedup"])
-    best = timed[name]["speedup"]
+    best, batch = timed[name]["speedup"], timed[name].get("timed_batch")
+    where = "on this machine" + (f" at batch {batch}" if batch and batch > 1 else "")
+    who = NAMES.get(name, name)
     if best < 0.98:
-        return (
-            f" None of it pays on this machine: the fastest ({NAMES.get(name, name)}) runs at {best:.2f}× plain speed."
-        )
+        return f" None of it pays {where}: the fastest ({who}) runs at {best:.2f}× plain speed."
     if best < 1.02:
-        return (
-            f" On this machine the fastest ({NAMES.get(name, name)}) runs no faster than plain decoding ({best:.2f}×)."
-        )
-    text = f" On this machine the fastest is {NAMES.get(name, name)}, at {best:.2f}× plain speed"
+        return f" {where.capitalize()} the fastest ({who}) runs no faster than plain decoding ({best:.2f}×)."
+    text = f" {where.capitalize()} the fastest is {who}, at {best:.2f}× plain speed"
     if name != "head" and "head" in timed:
         text += f"; the head alone reaches {timed['head']['speedup']:.2f}×"
     return text + "."

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from headtrain.eval.acceptance import metrics, tau_interval
 from headtrain.eval.report import ReportError, build, public, table
-from headtrain.eval.report_words import against, comparisons, limits, verdict
+from headtrain.eval.report_words import _pace, against, comparisons, limits, verdict
 from headtrain.files import sha256_file, write_json
 
 K = 5
@@ -570,3 +570,11 @@ def test_any_mixture_of_missing_pieces_and_numbers_gives_a_sound_report(run, see
     assert "nan" not in table(report).lower().split()
     assert "None" not in " ".join(page_of(run).text) and "nan" not in " ".join(page_of(run).text).split()
     assert verdict(report) == report["summary"]["verdict"]
+
+
+def test_a_speed_that_was_measured_in_batches_says_so():
+    def rows(batch):
+        return {"ngram": {"speedup": 0.5, "timed_batch": batch}}
+
+    assert "None of it pays on this machine at batch 32:" in _pace(rows(32))
+    assert "None of it pays on this machine:" in _pace(rows(1))
