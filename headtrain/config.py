@@ -116,8 +116,13 @@ class TrainConfig:
     warmup: float = 0.02  # share of the steps
     schedule: str = "cosine"  # cosine | linear | wsd | constant
     min_lr: float = 0.0  # final lr as a share of lr
-    objective: str = "soft_ce"  # soft_ce: cross-entropy with the target's distribution
-    decay: float = 0.8  # weight of depth d is decay**d
+    objective: str = "soft_ce"  # soft_ce (cross-entropy with the target's distribution) | lk_alpha | lk_hybrid | tv
+    hard_weight: float = 0.0  # share of cross-entropy with the target's choice alone in the objective
+    feature_weight: float = 0.0  # of smooth L1 between the head's and the target's last hidden state, added
+    weights: str = "decay"  # of depth d: decay (decay**d) | dpace (by confidence) | vat (decay from the first rejection)
+    decay: float = 0.8  # base of the depths' weights
+    position_keep: float = 1.0  # share of positions that go on from each depth to the next; below 1 is faster
+    noise: float = 0.0  # half-width of uniform noise on the features, which have unit size
     precision: str = "bf16"  # bf16 | fp32, of the forward pass; masters are fp32
     zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 2
     save_every: int = 200  # steps between checkpoints
@@ -251,7 +256,12 @@ RULES: dict[str, Rule] = {
     "train.warmup": _SHARE,
     "train.schedule": _one_of("cosine", "linear", "wsd", "constant"),
     "train.min_lr": _SHARE,
-    "train.objective": _one_of("soft_ce"),
+    "train.objective": _one_of("soft_ce", "lk_alpha", "lk_hybrid", "tv"),
+    "train.hard_weight": _SHARE,
+    "train.feature_weight": _number(0),
+    "train.weights": _one_of("decay", "dpace", "vat"),
+    "train.position_keep": _number(0, 1, open_low=True),
+    "train.noise": _number(0),
     "train.decay": _number(0, 1, open_low=True),
     "train.precision": _one_of("bf16", "fp32"),
     "train.zero_stage": _one_of(0, 1, 2),

@@ -200,7 +200,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
             log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, len(selected))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
     head.attach(embedding, lm_head)
-    head.objective, head.decay = recipe.train.objective, recipe.train.decay
+    head.rules = recipe.train
     head.logit_scale = (
         1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
     )

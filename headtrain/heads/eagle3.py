@@ -11,19 +11,24 @@ size, V draft vocabulary, B requests, L new tokens, S cache slots.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headtrain.config import HeadSection
+from headtrain.config import HeadSection, TrainConfig
 from headtrain.engines import check_taps, default_taps
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput, feature_size
 from headtrain.heads.calibrate import calibrate
 from headtrain.heads.layers import (
+    Pairs,
     Segment,
+    Teacher,
     depth_attention,
     fused_loss,
     rms_norm,
@@ -31,9 +36,12 @@ from headtrain.heads.layers import (
     rope_tables,
     rotate,
 )
-from headtrain.heads.objectives import OBJECTIVES
+from headtrain.heads.objectives import OBJECTIVES, WEIGHTS, fixed, smooth_l1
 from headtrain.heads.vocab import draft_size, trained_pairs
 from headtrain.target import TargetParts
+
+Layout = Callable[[int], list[Segment]]  # the segments whose slots are drafted from, by depth
+BLOCK = 64  # slots that train.position_keep keeps or drops together
 
 
 class _Layer(nn.Module):
@@ -88,7 +96,8 @@ class Eagle3Head(Head):
         self.register_buffer("feature_scale", torch.ones(len(c.taps) * c.target_hidden_size))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(c.vocab_size, dtype=torch.bool))
-        self.objective, self.decay, self.logit_scale = "soft_ce", 0.8, 1.0
+        self.rules = TrainConfig()  # of training: objective, weights, noise, position_keep
+        self.logit_scale = 1.0
         self._lent: dict[str, Tensor] = {}  # the target's frozen tensors: neither parameters nor buffers of the head
         inverse, self._rope_scaling = rope_inverse_frequencies(c.rope, c.head_dim, c.max_position_embeddings)
         self._lent["inverse"] = inverse
@@ -145,9 +154,10 @@ class Eagle3Head(Head):
         self.fc.weight.data *= self.feature_scale / scale
         self.feature_scale = scale
 
-    def _fuse(self, taps: Tensor) -> Tensor:
-        """fc over the taps, [..., A, T] -> [..., H]."""
-        return self.fc(taps.flatten(-2).to(self.fc.weight.dtype) * self.feature_scale.to(self.fc.weight.dtype))
+    def _fuse(self, taps: Tensor, noise: float = 0.0) -> Tensor:
+        """fc over the taps, [..., A, T] -> [..., H]; with uniform noise of that half-width on unit-size features."""
+        taps = taps.flatten(-2).to(self.fc.weight.dtype) * self.feature_scale.to(self.fc.weight.dtype)
+        return self.fc(taps + (torch.rand_like(taps) * 2 - 1) * noise if noise else taps)
 
     def _frozen(self, name: str) -> Tensor:
         """A lent tensor on the head's device, floating ones (but the rope frequencies) in its dtype."""
@@ -201,32 +211,30 @@ class Eagle3Head(Head):
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def _unroll(self, batch: Batch, segments: list[Segment], depths: int, shrink: bool, embed_next):
-        """Yields (slots [M], normed output [M, H]) for depths 0, 1, …; every depth in one pass over all slots.
+    def _unroll(self, batch: Batch, features_NH: Tensor, layout: Layout, depths: int, embed_next):
+        """Yields (slots [M], normed output [M, H]) for depths 0, 1, …; every depth in one pass over its slots.
 
-        Segments lose their last slot at each depth when `shrink` (its label would lie outside the text).
+        layout(depth): the segments whose slots go on to that depth, each slot of them one of the depth before.
         embed_next(depth, slots) gives the embedding half of q/k/v, [M, (G J + 2 J) D], for the token each slot reads.
         """
-        c = self.config
         _, w_hidden = self._projections()
-        scale = c.head_dim**-0.5
-        features_NH = self._fuse(batch.taps_NAT)
+        scale = self.config.head_dim**-0.5
         everywhere = torch.arange(len(batch.ids_N), device=batch.ids_N.device)
         diagonals: list[tuple[Tensor, Tensor]] = []
-        slots = _slots(segments, everywhere)
-        for depth in range(depths if segments else 0):
+        for depth in range(depths):
+            segments = layout(depth)
+            if not segments:
+                return
             if depth == 0:
+                slots = _slots(segments, everywhere)
                 qkv = embed_next(0, everywhere) + F.linear(self._normed(features_NH), w_hidden)
                 q_NGJD, k_NJD, v_NJD = self._split(qkv, batch.positions_N)
                 q, features = q_NGJD[slots], features_NH[slots]
             else:
-                if shrink:
-                    kept = _kept(segments, everywhere)
-                    segments = [Segment(s.document, s.first, s.stop - 1) for s in segments if s.stop - 1 > s.first]
-                    slots, features = slots[kept], features[kept]
-                    diagonals = [(k[kept], v[kept]) for k, v in diagonals]
-                if not segments:
-                    return
+                before, slots = slots, _slots(segments, everywhere)
+                if len(slots) < len(before):
+                    kept = torch.searchsorted(before, slots)
+                    features, diagonals = features[kept], [(k[kept], v[kept]) for k, v in diagonals]
                 qkv = embed_next(depth, slots) + F.linear(self._normed(features), w_hidden)
                 q, k, v = self._split(qkv, batch.positions_N[slots] + depth)
                 diagonals.append((k, v))
@@ -235,38 +243,49 @@ class Eagle3Head(Head):
             yield slots, normed
 
     def forward(self, batch: Batch) -> HeadOutput:
-        """Loss Σ_d decay^d · Σ_pairs objective · parts / count_D[d] over the trained pairs (vocab.trained_pairs)."""
-        c, n = self.config, len(batch.ids_N)
+        """Loss Σ_d Σ_pairs weight · objective · parts / count_D[d] over the trained pairs (vocab.trained_pairs).
+
+        With train.position_keep = r < 1 a share r^d of the slots goes on to depth d, each weighted by r^-d.
+        """
+        c, t, n = self.config, self.rules, len(batch.ids_N)
         trained_DN, reach_DN = trained_pairs(
             batch.supervised_N, batch.argmax_N, self.t2d_or_none, batch.cu_R1, c.unroll
         )
         w_embed, _ = self._projections()
         embedded_N = F.linear(self._embed(batch.ids_N), w_embed)  # once for all depths
-        outputs, at, weights, depth_of = [], [], [], []
-        count_D = trained_DN.sum(1).float()
-        total_D = count_D if batch.count_D is None else batch.count_D
-        scale_D = self.decay ** torch.arange(c.unroll, device=count_D.device) * batch.parts / total_D.clamp(min=1)
+        features_NH = self._fuse(batch.taps_NAT, t.noise if self.training else 0.0)
+        layout = _training_layout(_segments(batch, reach_DN[0]), t.position_keep)
         next_token = lambda depth, slots: embedded_N[(slots + 1 + depth).clamp(max=n - 1)]  # noqa: E731
-        for depth, (slots, normed) in enumerate(
-            self._unroll(batch, _segments(batch, reach_DN[0]), c.unroll, True, next_token)
-        ):
+        outputs, slot_of, depth_of = [], [], []
+        for depth, (slots, normed) in enumerate(self._unroll(batch, features_NH, layout, c.unroll, next_token)):
             keep = trained_DN[depth][slots]
             outputs.append(normed[keep])
-            at.append(slots[keep] + 1 + depth)
-            weights.append(scale_D[depth].expand(len(at[-1])))
-            depth_of.append(torch.full_like(at[-1], depth))
-        if not outputs:  # nothing supervised here; the graph must still reach every parameter on every rank
+            slot_of.append(slots[keep])
+            depth_of.append(torch.full_like(slot_of[-1], depth))
+        count_D = trained_DN.sum(1).float()
+        if not outputs or not sum(map(len, outputs)):  # the graph must still reach every parameter on every rank
             loss = sum(p.sum() for p in self.parameters() if p.requires_grad) * 0.0
-            zeros = torch.zeros(c.unroll, device=count_D.device)
+            zeros = torch.zeros_like(count_D)
             return HeadOutput(loss, zeros, zeros, zeros, reach_DN.sum(1).float())
-        at, depth_of = torch.cat(at), torch.cat(depth_of)
+        x_MH, slot_M, depth_M = torch.cat(outputs), torch.cat(slot_of), torch.cat(depth_of)
+        total_D = count_D if batch.count_D is None else batch.count_D
+        scale_D = batch.parts / total_D.clamp(min=1) / t.position_keep ** torch.arange(c.unroll, device=count_D.device)
+        at_M = slot_M + 1 + depth_M
         draft_id_V = self.t2d.cumsum(0) - 1  # of each target id that is in the draft vocabulary
+        last_NT = batch.last_NT.to(x_MH.dtype)
         loss, loss_M, hit_M = fused_loss(
-            OBJECTIVES[self.objective], torch.cat(outputs), self.lm_head.weight, batch.last_NT.to(self.fc.weight.dtype),
-            self._frozen("teacher"), at, draft_id_V[batch.argmax_N[at]], torch.cat(weights), self.logit_scale,
+            partial(OBJECTIVES[t.objective], hard=t.hard_weight), partial(WEIGHTS[t.weights], decay=t.decay), scale_D,
+            x_MH, self.lm_head.weight, Pairs(slot_M, depth_M, at_M, draft_id_V[batch.argmax_N[at_M]]),
+            Teacher(last_NT, batch.logsumexp_N, self._frozen("teacher"), self.logit_scale),
         )  # fmt: skip
-        per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_of, values)  # noqa: E731
-        return HeadOutput(loss, per_depth(loss_M), count_D, per_depth(hit_M.float()), reach_DN.sum(1).float())
+        if t.feature_weight:
+            weight_M = t.feature_weight * fixed(scale_D[None], scale_D[None], t.decay)[0][depth_M] * scale_D[depth_M]
+            loss = loss + (smooth_l1(x_MH, last_NT[at_M]) * weight_M).sum()
+        per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_M, values)  # noqa: E731
+        ones = torch.ones_like(loss_M)
+        return HeadOutput(
+            loss, per_depth(loss_M), per_depth(ones), per_depth(hit_M.float()), reach_DN.sum(1).float()
+        )
 
     @torch.no_grad()
     def draft_all(self, batch: Batch, depths: int) -> Tensor:
@@ -279,9 +298,9 @@ class Eagle3Head(Head):
             ids = batch.ids_N[(slots + 1).clamp(max=n - 1)] if depth == 0 else drafts[slots, depth - 1]
             return F.linear(self._embed(ids), w_embed)
 
-        for depth, (slots, normed) in enumerate(
-            self._unroll(batch, _segments(batch, reach_DN[0]), depths, False, embed_next)
-        ):
+        segments = _segments(batch, reach_DN[0])
+        unrolled = self._unroll(batch, self._fuse(batch.taps_NAT), lambda depth: segments, depths, embed_next)
+        for depth, (slots, normed) in enumerate(unrolled):
             drafts[slots, depth] = self.to_target_ids(self.lm_head(normed).argmax(-1))
         return drafts
 
@@ -425,10 +444,31 @@ def _slots(segments: list[Segment], everywhere: Tensor) -> Tensor:
     return torch.cat([everywhere[s.first : s.stop] for s in segments]) if segments else everywhere[:0]
 
 
-def _kept(segments: list[Segment], everywhere: Tensor) -> Tensor:
-    """Indices, among the slots of `segments`, of all but each segment's last slot."""
-    lengths = torch.tensor([s.stop - s.first for s in segments], dtype=torch.long)
-    last = (lengths.cumsum(0) - 1).to(everywhere.device)
-    mask = torch.ones(int(lengths.sum()), dtype=torch.bool, device=everywhere.device)
-    mask[last] = False
-    return mask.nonzero()[:, 0]
+def _training_layout(spans: list[Segment], keep: float) -> Layout:
+    """Each depth loses the last slot of every span (its label lies outside), and with keep < 1 whole blocks of slots.
+
+    A block is of BLOCK slots, with a random phase; it is alive at depth d with probability keep^d, and never again
+    once it is not, so that every slot's chain is whole.
+    """
+    if keep == 1:
+        return lambda depth: [Segment(s.document, s.first, s.stop - depth) for s in spans if s.stop - depth > s.first]
+    blocks = []
+    for span in spans:
+        phase = int(torch.randint(BLOCK, ()))
+        edges = [span.first, *range(span.first + 1 + phase, span.stop, BLOCK), span.stop]
+        lives = torch.rand(len(edges) - 1).clamp(min=1e-9).log() / math.log(keep)
+        blocks += [(span, *block) for block in zip(edges, edges[1:], lives.tolist(), strict=False)]
+
+    def layout(depth: int) -> list[Segment]:
+        out: list[Segment] = []
+        for span, first, stop, life in blocks:
+            stop = min(stop, span.stop - depth)
+            if stop <= first or life < depth:
+                continue
+            if out and out[-1].stop == first and out[-1].document == span.document:
+                out[-1] = Segment(span.document, out[-1].first, stop)
+            else:
+                out.append(Segment(span.document, first, stop))
+        return out
+
+    return layout

@@ -188,55 +188,95 @@ def depth_attention(
 # ---------------------------------------------------------------------------------------------------- loss
 
 
+@dataclass
+class Pairs:
+    """M trained pairs: slot and depth of each (int64 [M]), where its teacher stands (int64 [M]), its label's draft id.
+
+    The pair of slot p and depth d is taught at position p + 1 + d."""
+
+    slot_M: Tensor
+    depth_M: Tensor
+    at_M: Tensor
+    label_M: Tensor
+
+
+@dataclass
+class Teacher:
+    """What teaches: the target's last hidden [N, T] and full-vocabulary logsumexp [N] (float32), and its lm_head's
+    rows of the draft vocabulary [V, T]."""
+
+    last_NT: Tensor
+    lse_N: Tensor
+    lm_head_VT: Tensor
+    logit_scale: float = 1.0
+
+
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, objective, chunk, x_MH, lm_head_VH, teacher_NT, teacher_VT, logit_scale, at_M, label_M, weight_M):
-        needs_x, needs_w = ctx.needs_input_grad[2:4]
+    def forward(ctx, objective, weights, scale_D, chunk, pairs: Pairs, teacher: Teacher, x_MH, lm_head_VH):
+        needs_x, needs_w = ctx.needs_input_grad[-2:]
+        depths = len(scale_D)
         dx = torch.empty_like(x_MH) if needs_x else None
         dw = torch.zeros(lm_head_VH.shape, dtype=torch.float32, device=x_MH.device) if needs_w else None
-        loss_M, hit_M = torch.empty_like(weight_M), torch.empty_like(weight_M, dtype=torch.bool)
-        order = torch.argsort(at_M)  # the depths of a chunk share their teacher positions
-        for index in order.split(chunk):
-            positions, which = torch.unique_consecutive(at_M[index], return_inverse=True)
-            teacher = (teacher_NT[positions] @ teacher_VT.T).float() * logit_scale
-            rows = Rows(x_MH[index], which, label_M[index], weight_M[index])
-            graded = objective(rows, lm_head_VH, teacher, needs_x, needs_w)
+        loss_M = torch.empty(len(x_MH), dtype=torch.float32, device=x_MH.device)
+        hit_M, total = torch.empty_like(loss_M, dtype=torch.bool), loss_M.new_zeros(())
+        order = torch.argsort(pairs.slot_M * depths + pairs.depth_M)
+        _, chain_M = torch.unique_consecutive(pairs.slot_M[order], return_inverse=True)
+        for index, chain in _whole_chains(order, chain_M, max(1, chunk // depths)):
+            positions, which = torch.unique(pairs.at_M[index], return_inverse=True)
+            logits_UV = (teacher.last_NT[positions] @ teacher.lm_head_VT.T).float() * teacher.logit_scale
+            place = (chain, pairs.depth_M[index])
+
+            def weigh(chosen, hit, place=place):
+                shape = (int(place[0][-1]) + 1, depths)
+                chosen_CD = chosen.new_zeros(shape).index_put_(place, chosen)
+                hit_CD = hit.new_zeros(shape).index_put_(place, hit)
+                return (weights(chosen_CD, hit_CD) * scale_D)[place]
+
+            rows = Rows(x_MH[index], which, pairs.label_M[index], teacher.lse_N[positions], weigh)
+            graded = objective(rows, lm_head_VH, logits_UV, needs_x=needs_x, needs_w=needs_w)
             loss_M[index], hit_M[index] = graded.loss, graded.hit
+            total += (graded.loss * graded.weight).sum()
             if needs_x:
                 dx[index] = graded.dx
             if needs_w:
                 dw += graded.dw
         ctx.save_for_backward(dx, None if dw is None else dw.to(lm_head_VH.dtype))
         ctx.mark_non_differentiable(loss_M, hit_M)
-        return (loss_M * weight_M).sum(), loss_M, hit_M
+        return total, loss_M, hit_M
 
     @staticmethod
     def backward(ctx, grad, *_):
         dx, dw = ctx.saved_tensors
-        return None, None, None if dx is None else dx * grad, None if dw is None else dw * grad, *[None] * 6
+        return *[None] * 6, None if dx is None else dx * grad, None if dw is None else dw * grad
+
+
+def _whole_chains(order: Tensor, chain_M: Tensor, chains: int):
+    """Chunks of rows, so many chains each: (their indices, their chain's number in the chunk)."""
+    count = int(chain_M[-1]) + 1
+    edges = torch.searchsorted(chain_M, torch.arange(0, count + chains, chains, device=chain_M.device)).tolist()
+    for number, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        if b > a:
+            yield order[a:b], chain_M[a:b] - number * chains
 
 
 def fused_loss(
     objective,
+    weights,
+    scale_D: Tensor,
     x_MH: Tensor,
     lm_head_VH: Tensor,
-    teacher_NT: Tensor,
-    teacher_VT: Tensor,
-    at_M: Tensor,
-    label_M: Tensor,
-    weight_M: Tensor,
-    logit_scale: float = 1.0,
+    pairs: Pairs,
+    teacher: Teacher,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weight · objective over M rows, without ever holding their logits: (loss, loss per row [M], hit bool [M]).
+    """Σ weight · objective over M pairs, without ever holding their logits: (loss, loss per pair [M], hit bool [M]).
 
-    x_MH: hidden after the head's norm; row m is taught by the draft vocabulary's rows of the target's lm_head
-    (`teacher_VT`) applied to the target's last hidden `teacher_NT[at_M[m]]`; label_M is the draft id of its choice.
-    The gradients are made in the forward, chunk by chunk.
+    x_MH: hidden after the head's norm. objective: of headtrain/heads/objectives.py, over one chunk of whole chains; a
+    pair's weight is weights(chosen [C, D], hit [C, D]) at its chain and depth, times scale_D (float32 [D]). The
+    gradients are made in the forward, chunk by chunk of about so many pairs.
     """
-    return _FusedLoss.apply(
-        objective, chunk, x_MH, lm_head_VH, teacher_NT, teacher_VT, logit_scale, at_M, label_M, weight_M
-    )
+    return _FusedLoss.apply(objective, weights, scale_D, chunk, pairs, teacher, x_MH, lm_head_VH)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from headtrain.heads import eagle3
 from headtrain.heads.base import Batch, HeadConfig, load_head, save_head
 from headtrain.heads.eagle3 import Eagle3Head
 from headtrain.heads.vocab import mapping, trained_pairs
@@ -105,7 +106,7 @@ def reference_loss(head, batch):
         for p in range(len(draft)):
             if trained[d, a + p]:
                 ce = -(teacher[a + p + 1 + d] * torch.log_softmax(draft[p], -1)).sum()
-                total = total + head.decay**d * ce / trained[d].sum()
+                total = total + head.rules.decay**d * ce / trained[d].sum()
     return total
 
 
@@ -238,3 +239,82 @@ def test_a_saved_head_loads_bit_equal_and_a_damaged_folder_is_refused_by_tensor_
     (tmp_path / "config.json").write_text('{"headtrain": {"unheard_of": 1}}')
     with pytest.raises(ValueError, match=r"config\.json: its headtrain section does not fit.*unheard_of"):
         load_head(tmp_path)
+
+
+def kept_pairs(head, batch, seed):
+    """(slots of every depth, weight of each depth's pairs) that position_keep chooses after this seed."""
+    torch.manual_seed(seed)
+    reach = trained_pairs(batch.supervised_N, batch.argmax_N, head.t2d_or_none, batch.cu_R1, DEPTHS)[1][0]
+    layout = eagle3._training_layout(eagle3._segments(batch, reach), head.rules.position_keep)
+    return [[p for s in layout(d) for p in range(s.first, s.stop)] for d in range(DEPTHS)]
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.9])
+def test_dropped_positions_leave_the_exact_loss_of_the_kept_ones_weighted_up(monkeypatch, keep):
+    monkeypatch.setattr(eagle3, "BLOCK", 2)
+    head, slow = make_head(), make_head()
+    head.rules.position_keep = keep
+    batch = make_batch()
+    kept = kept_pairs(head, batch, 5)
+    assert all(set(b) < set(a) for a, b in zip(kept, kept[1:], strict=False))  # chains stay whole
+    torch.manual_seed(5)
+    out = head(batch)
+    logits, expected = reference_logits(slow, batch), 0.0
+    trained, _ = trained_pairs(batch.supervised_N, batch.argmax_N, slow.t2d_or_none, batch.cu_R1, DEPTHS)
+    teacher = torch.softmax(batch.last_NT @ slow._lent["teacher"].T, -1)
+    count = torch.zeros(DEPTHS)
+    for (r, d), draft in logits.items():
+        a, b = batch.cu_R1[r : r + 2].tolist()
+        for p in (p for p in kept[d] if a <= p < b and trained[d, p]):
+            ce = -(teacher[p + 1 + d] * torch.log_softmax(draft[p - a], -1)).sum()
+            expected = expected + (0.8 / keep) ** d * ce / trained[d].sum()
+            count[d] += 1
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.equal(out.count_D, count)
+    out.loss.backward()
+    expected.backward()
+    for (name, p), q in zip(head.named_parameters(), slow.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5, rtol=1e-4), name
+
+
+def test_so_many_positions_go_on_as_position_keep_says_and_none_is_preferred():
+    torch.manual_seed(0)
+    span, rounds = [eagle3.Segment(0, 100, 1100)], 400
+    alive = torch.zeros(4, 1100)
+    for _ in range(rounds):
+        layout = eagle3._training_layout(span, 0.7)
+        for d in range(4):
+            for s in layout(d):
+                alive[d, s.first : s.stop] += 1
+    share = alive[:, 100:1096] / rounds
+    assert torch.allclose(share.mean(1), 0.7 ** torch.arange(4), atol=0.02)
+    assert (share - share.mean(1, keepdim=True)).abs().max() < 0.12  # five standard deviations
+
+
+def test_noise_disturbs_training_but_neither_drafting_nor_a_resting_head():
+    head, batch = make_head(), make_batch()
+    clean, drafts = head(batch).loss.item(), head.draft_all(batch, 3)
+    head.rules.noise = 0.5
+    assert head(batch).loss.item() != pytest.approx(clean, rel=1e-4)
+    assert torch.equal(head.draft_all(batch, 3), drafts)
+    assert head.eval()(batch).loss.item() == clean
+
+
+def test_feature_weight_adds_the_distance_to_the_targets_hidden_state():
+    head, batch = make_head(), make_batch()
+    plain = head(batch).loss.item()
+    head.rules.feature_weight, head.rules.decay = 2.0, 0.8
+    trained, _ = trained_pairs(batch.supervised_N, batch.argmax_N, head.t2d_or_none, batch.cu_R1, DEPTHS)
+    features = head._fuse(batch.taps_NAT)
+    reach = trained_pairs(batch.supervised_N, batch.argmax_N, None, batch.cu_R1, DEPTHS)[1]
+    w_embed, _ = head._projections()
+    embedded = F.linear(head._embed(batch.ids_N), w_embed)
+    expected = 0.0
+    layout = eagle3._training_layout(eagle3._segments(batch, reach[0]), 1.0)
+    for d, (slots, normed) in enumerate(
+        head._unroll(batch, features, layout, DEPTHS, lambda d, slots: embedded[(slots + 1 + d).clamp(max=38)])
+    ):
+        chosen = trained[d][slots]
+        distance = F.smooth_l1_loss(normed[chosen], batch.last_NT[slots[chosen] + 1 + d])
+        expected += 2.0 * 0.8**d * distance.item()
+    assert head(batch).loss.item() - plain == pytest.approx(expected, rel=1e-4)
