@@ -67,11 +67,20 @@ def check_disk(
     )
 
 
+def under_way(folder: Path, kind: str) -> list[int]:
+    """Batches that this or another process has begun, by their notes in `claims/`, and that have no file yet."""
+    begun = (int(note.stem) for note in (folder / "claims").glob("*.json"))
+    return [batch for batch in begun if not (folder / claims.file_name(kind, batch)).is_file()]
+
+
 def watch_disk(folder: Path, needed: int) -> None:
-    """DiskError when the next file would fill the disk; what is finished stays, and the same command goes on later."""
+    """DiskError when `needed` more bytes, those of the batches under way, would fill the disk.
+
+    What is finished stays, and the same command goes on later.
+    """
     if (free := free_bytes(folder)) < needed + MARGIN:
         raise DiskError(
-            f"stopped before the disk is full: the next batch needs {readable(needed)}, free: {readable(free)}. "
+            f"stopped before the disk is full: batches under way need {readable(needed)}, free: {readable(free)}. "
             "Finished batches are kept; make room and run the same command again"
         )
 
@@ -110,9 +119,11 @@ def work(
     pack_linears(target.model)
     for batch in claims.unfinished(captures_folder, "captures", batches):
         rows = by_file[claims.file_name("responses", batch)]
-        tokens = sum(row.tokens for row in rows)
+        meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))
+        meter.tell()
+        begun = under_way(captures_folder, "captures")
+        tokens = sum(row.tokens for n in begun for row in by_file[claims.file_name("responses", n)])
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
-        meter = claims.Meter(captures_folder, batch, progress, tokens)
         tensors = _capture(config, target, responses, rows, taps, meter)
         meter.tell()
         store.write_unit(captures_folder, "captures", batch, rows, tensors, **facts(config, target, taps))

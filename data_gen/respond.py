@@ -93,15 +93,36 @@ def _batches(rows: list[list], budget: int) -> list[list[list]]:
     return batches
 
 
+def what_helps(config: RecipeConfig) -> str:
+    """What can be done when the captures need more disk than there is, by the keys to set."""
+    given = config.data.responses.backend == "given"
+    ways = [
+        "fewer rows (data.prompts limit)",
+        f"shorter rows (data.max_length{'' if given else ', data.responses.max_new_tokens'})",
+        "fewer taps (head.taps)",
+        "a larger disk (run_dir)",
+    ]
+    if config.data.captures.dtype == "float32":
+        ways.insert(3, "half the bytes (data.captures.dtype=bfloat16)")
+    return ", ".join(ways)
+
+
 def estimate_disk(config: RecipeConfig, hidden: int, taps: int, plan: dict, folder: str | Path, open_only=()) -> str:
     """The upper estimate of what the plan's captures need (of the batches in `open_only`, when given), as text.
 
-    DiskError when the disk that holds `folder` has less.
+    DiskError when the disk that holds `folder` has less, unless data.captures.allow_low_disk.
     """
     rows = [row for n, batch in enumerate(plan["batches"]) if not open_only or n in open_only for row in batch]
     mean = sum(row[1] + row[2] for row in rows) / max(len(rows), 1)
     rule, free = config.data.captures, free_bytes(folder)
-    return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk)
+    try:
+        return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk)
+    except capture.DiskError as error:  # what helps depends on the recipe
+        need = str(error).partition(" What helps: ")[0]
+        raise capture.DiskError(
+            f"{need} What helps: {what_helps(config)}; or data.captures.allow_low_disk=true to start all the same and "
+            "stop before the disk is full"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------------------- the work
@@ -143,6 +164,11 @@ def work(
         if plan["backend"] == "given":
             _write_given(job, batch, asked, meter)
         else:
+            meter.tell()
+            begun = capture.under_way(responses_folder, "responses")
+            tokens = sum(row[1] + row[2] for n in begun for row in plan["batches"][n])
+            each = capture.bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype)
+            capture.watch_disk(captures_folder, tokens * each)
             _answer(job, batch, asked, [row[2] for row in rows], meter)
         done += 1
     return done
@@ -168,8 +194,6 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], budgets: list[in
     began, config, target, taps = time.monotonic(), job.config, job.target, job.taps
     rule, dtype = config.data.responses, config.data.captures.dtype
     ids = [chat.prompt_ids(target.tokenizer, p.messages, config.target.template_kwargs) for p in asked]
-    upper = sum(map(len, ids)) + sum(budgets)
-    capture.watch_disk(job.captures_folder, upper * capture.bytes_per_token(target.hidden_size, len(taps), dtype))
     how = passes.Sampling(rule.temperature, rule.top_p)
     if rule.temperature > 0:
         how.uniform_BS = uniforms(config.seed, [p.id for p in asked], max(budgets)).to(target.device)

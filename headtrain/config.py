@@ -96,7 +96,8 @@ class HeadSection:
     norm_output: bool = False  # feed back the normed output instead of the residual stream
     freeze_lm_head: bool = False  # keep lm_head at the target's rows
     start: str = "calibrated"  # calibrated (features and copying in closed form) | random
-    init_from: str | None = None  # a head folder to start from
+    init_from: str | None = None  # a head folder to start from, trained or exported; its mapping is kept
+    rebuild_vocab: bool = False  # with init_from: choose the draft vocabulary anew and move the lm_head rows that stay
 
 
 @dataclass
@@ -311,6 +312,11 @@ def validate(config: RecipeConfig) -> None:
     if isinstance(head.draft_vocab, int) and shape.vocab and head.draft_vocab > shape.vocab:
         raise ConfigError(
             f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write `full` for all"
+        )
+    if head.rebuild_vocab and not head.init_from and not config.smoke:  # a smoke run has no parent
+        raise ConfigError(
+            "head.rebuild_vocab=true without head.init_from: a fresh head's draft vocabulary is new anyway; "
+            "set head.init_from, or leave head.rebuild_vocab out"
         )
     if len(train.betas) != 2:
         raise ConfigError(f"train.betas={train.betas}: two numbers are needed")

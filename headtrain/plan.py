@@ -274,6 +274,7 @@ def _training_lines(model: Model, config: RecipeConfig, devices: Devices) -> lis
 
 def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
     from headtrain.data_gen.capture import bytes_per_token
+    from headtrain.data_gen.respond import what_helps
 
     token = bytes_per_token(model.shape.hidden, model.taps, config.data.captures.dtype)
     tokens, rows, free = row_tokens(config), rows_of(config), free_bytes(config.run_dir or ".")
@@ -284,10 +285,8 @@ def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
         f"           {size(total)} at most for {'all' if rows else 'every'} {rows or 10_000:,} rows; free {size(free)}",
     ]
     if rows and total > free:
-        lines.append(
-            "           TOO LITTLE SPACE: fewer rows (data.prompts limit), shorter rows (data.max_length, "
-            "data.responses.max_new_tokens), a larger disk (run_dir)"
-        )
+        then = "starts all the same" if config.data.captures.allow_low_disk else "does not start"
+        lines += [f"           TOO LITTLE SPACE: a run {then}. What helps: {what_helps(config)}"]
     if not rows:
         lines.append("           (no source has a limit, so the number of rows is not known before they are read)")
     return lines

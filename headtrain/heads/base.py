@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.config import HeadSection, RecipeConfig
-from headtrain.heads.vocab import choose_draft_vocab, coverage, mapping
+from headtrain.files import locate
+from headtrain.heads.vocab import choose_draft_vocab, coverage, draft_size, mapping, moved_rows
 from headtrain.target import TargetParts
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ def head_class(kind: str) -> type[Head]:
 
 
 def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor, sample: Batch) -> Head:
-    """A head for a target, ready to train: fresh, or continued from `head.init_from` (whose mapping wins).
+    """A head for a target, ready to train: fresh, or continued from `head.init_from`.
 
     supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
     the draft vocabulary is chosen by the first, then by the second. sample: some packed training rows,
@@ -182,22 +183,24 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
     """
     section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
     if section.init_from:
-        head = load_head(section.init_from, embedding)
-        if head.config.vocab_size != len(lm_head):
-            raise ValueError(
-                f"head.init_from={section.init_from}: made for {head.config.vocab_size} tokens, "
-                f"the target has {len(lm_head)}"
+        head = _parent(section, parts)
+        words = "mapping taken from parent"
+        if section.rebuild_vocab:
+            size = draft_size(section.draft_vocab, len(lm_head))
+            kept = _change_vocab(head, _choose(size, parts, supervised_V, all_V), lm_head)
+            words = (
+                f"mapping rebuilt: {kept} of {size} lm_head rows are the parent's, moved to their new index, "
+                f"{size - kept} start from the target's"
             )
         inside, total = coverage(supervised_V, head.t2d)
-        head.scale_features(feature_size(sample))
-        log.info("mapping taken from parent; covers %.1f %% of the new supervised tokens", 100 * inside / max(total, 1))
+        log.info("%s; covers %.1f %% of the new supervised tokens", words, 100 * inside / max(total, 1))
+        size_AT = feature_size(sample).cpu().clamp(min=2**-19)
+        head.scale_features(size_AT / torch.frexp(size_AT).mantissa)  # powers of two: drafts stay equal to the bit
     else:
         torch.manual_seed(recipe.seed)
         head = head_class(section.type).fresh(section, parts)
-        selected = choose_draft_vocab(supervised_V, head.config.draft_vocab_size, parts.eos_ids, all_V)
+        selected = _choose(head.config.draft_vocab_size, parts, supervised_V, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
-        if unseen := int((supervised_V[selected] == 0).sum()):
-            log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, len(selected))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
     head.attach(embedding, lm_head)
     head.rules = recipe.train
@@ -205,6 +208,60 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
     )
     return head
+
+
+def _choose(size: int, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Tensor:
+    """The draft vocabulary of a size, ascending int64; warns when a reduced one has entries without an example."""
+    selected = choose_draft_vocab(supervised_V, size, parts.eos_ids, all_V)
+    unseen = int((supervised_V[selected] == 0).sum())
+    if unseen and size < len(supervised_V):
+        log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, size)
+    return selected
+
+
+def _parent(section: HeadSection, parts: TargetParts) -> Head:
+    """The head of `head.init_from`, to be trained as the recipe says. ValueError naming the key that does not fit."""
+    where = f"head.init_from={section.init_from}"
+    head = load_head(Path(locate(section.init_from)).expanduser()).train()
+    c, (vocab, hidden) = head.config, parts.lm_head.shape
+    if (c.vocab_size, c.target_hidden_size) != (vocab, hidden):
+        raise ValueError(
+            f"{where}: made for a target with {c.vocab_size} tokens and hidden size {c.target_hidden_size}; "
+            f"this one has {vocab} and {hidden}"
+        )
+    fixed = {
+        "type": c.type, "taps": c.taps, "heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim, "intermediate": c.intermediate_size, "norm_before_residual": c.norm_before_residual,
+        "norm_output": c.norm_output,
+    }  # fmt: skip
+    for key, own in fixed.items():
+        if (asked := getattr(section, key)) not in (None, own):
+            raise ValueError(f"head.{key}={asked}: the parent ({where}) has {own}; set head.{key}={own}")
+    size = draft_size(section.draft_vocab, vocab)
+    if size != c.draft_vocab_size and not section.rebuild_vocab:
+        raise ValueError(
+            f"head.draft_vocab={section.draft_vocab}: the draft vocabulary of the parent ({where}) has "
+            f"{c.draft_vocab_size} entries; set head.draft_vocab={c.draft_vocab_size} to keep its mapping, or "
+            "head.rebuild_vocab=true to choose a new one"
+        )
+    if section.rebuild_vocab and c.hidden_size != hidden:
+        raise ValueError(
+            f"head.rebuild_vocab=true: new lm_head rows are the target's, {hidden} wide, and those of the parent "
+            f"({where}) are {c.hidden_size} wide; leave it out"
+        )
+    c.unroll, c.freeze_lm_head = section.unroll, section.freeze_lm_head
+    head.lm_head.weight.requires_grad_(not c.freeze_lm_head)
+    return head
+
+
+def _change_vocab(head: Head, selected: Tensor, target_VT: Tensor) -> int:
+    """Gives the head another draft vocabulary (ascending target ids); returns how many lm_head rows it keeps."""
+    old, weight = head.t2d.nonzero()[:, 0], head.lm_head.weight
+    rows, kept = moved_rows(weight.detach(), old, selected, target_VT)
+    head.lm_head.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
+    head.lm_head.out_features = head.config.draft_vocab_size = len(selected)
+    head.d2t, head.t2d = mapping(selected, len(target_VT))
+    return kept
 
 
 def feature_size(sample: Batch) -> Tensor:

@@ -40,6 +40,17 @@ def mapping(selected: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return selected - torch.arange(len(selected)), t2d
 
 
+def moved_rows(rows_DH: Tensor, old_D: Tensor, new_E: Tensor, target_VH: Tensor) -> tuple[Tensor, int]:
+    """The rows [E, H] of an lm_head whose draft vocabulary changes, and how many of them are the old ones.
+
+    old_D, new_E: target ids, ascending int64. An id of both keeps its row of rows_DH; a new one gets the target's.
+    """
+    stays_E = torch.isin(new_E, old_D)
+    rows_EH = target_VH[new_E].to(rows_DH)
+    rows_EH[stays_E] = rows_DH[torch.searchsorted(old_D, new_E[stays_E])]
+    return rows_EH, int(stays_E.sum())
+
+
 def coverage(counts_V: Tensor, t2d_V: Tensor) -> tuple[int, int]:
     """(supervised tokens inside the draft vocab, all supervised tokens)."""
     return int(counts_V[t2d_V].sum()), int(counts_V.sum())
