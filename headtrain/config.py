@@ -120,7 +120,7 @@ class TrainConfig:
     objective: str = "soft_ce"  # soft_ce (cross-entropy with the target's distribution) | lk_alpha | lk_hybrid | tv
     hard_weight: float = 0.0  # share of cross-entropy with the target's choice alone in the objective
     feature_weight: float = 0.0  # of smooth L1 between the head's and the target's last hidden state, added
-    weights: str = "decay"  # of depth d: decay (decay**d) | dpace (by confidence) | vat (decay from the first rejection)
+    weights: str = "decay"  # of depths: decay (decay**d) | dpace (confidence) | vat (decay from the first rejection)
     decay: float = 0.8  # base of the depths' weights
     position_keep: float = 1.0  # share of positions that go on from each depth to the next; below 1 is faster
     noise: float = 0.0  # half-width of uniform noise on the features, which have unit size

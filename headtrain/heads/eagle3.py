@@ -283,9 +283,7 @@ class Eagle3Head(Head):
             loss = loss + (smooth_l1(x_MH, last_NT[at_M]) * weight_M).sum()
         per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_M, values)  # noqa: E731
         ones = torch.ones_like(loss_M)
-        return HeadOutput(
-            loss, per_depth(loss_M), per_depth(ones), per_depth(hit_M.float()), reach_DN.sum(1).float()
-        )
+        return HeadOutput(loss, per_depth(loss_M), per_depth(ones), per_depth(hit_M.float()), reach_DN.sum(1).float())
 
     @torch.no_grad()
     def draft_all(self, batch: Batch, depths: int) -> Tensor:

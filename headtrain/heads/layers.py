@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ def _whole_chains(order: Tensor, chain_M: Tensor, chains: int):
     """Chunks of rows, so many chains each: (their indices, their chain's number in the chunk)."""
     count = int(chain_M[-1]) + 1
     edges = torch.searchsorted(chain_M, torch.arange(0, count + chains, chains, device=chain_M.device)).tolist()
-    for number, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (a, b) in enumerate(pairwise(edges)):
         if b > a:
             yield order[a:b], chain_M[a:b] - number * chains
 

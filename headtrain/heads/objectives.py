@@ -2,7 +2,7 @@
 
 A row is a trained pair (slot, depth); the rows of one slot are a chain. Shapes: m rows, U teacher positions (several
 rows share one: the same text position at several depths), V draft vocabulary, H hidden, C chains, D depths.
-Sources: EAGLE (arXiv 2401.15077) and EAGLE-3 (2503.01840); LK losses (2602.23881); D-PACE (2605.18810); VAT (2608.30135).
+Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (2503.01840), LK losses (2602.23881), D-PACE (2605.18810), VAT (2608.30135).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def soft_ce(
 def _acceptance(rows: Rows, draft: Draft, teacher_UV: Tensor) -> tuple[Tensor, Tensor]:
     """α = Σ_v min(p_v, q_v) [m], the chance that a draft is accepted, and dα/dz [m, V], both float32.
 
-    p is the teacher's probability in its full vocabulary: what lies outside the draft vocabulary is lost, not shared out.
+    p is the teacher's probability in its full vocabulary: what lies outside the draft vocabulary is lost.
     """
     q = draft.q.float()
     p = (teacher_UV - rows.lse_U[:, None]).exp()[rows.which]
@@ -130,9 +130,7 @@ def lk_alpha(
     draft = _draft(rows, lm_head_VH)
     alpha, dalpha = _acceptance(rows, draft, teacher_UV)
     alpha = alpha.clamp(min=1e-6)
-    return _with_gradient(
-        -alpha.log(), -dalpha / alpha[:, None], rows, draft, lm_head_VH, hard, needs_x, needs_w
-    )
+    return _with_gradient(-alpha.log(), -dalpha / alpha[:, None], rows, draft, lm_head_VH, hard, needs_x, needs_w)
 
 
 def lk_hybrid(

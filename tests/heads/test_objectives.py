@@ -52,8 +52,8 @@ def test_an_objective_has_the_loss_and_gradients_of_its_formula(name, hard):
 @pytest.mark.parametrize("name", ["tv", "lk_alpha", "lk_hybrid"])
 def test_acceptance_counts_probability_outside_the_draft_vocabulary_as_lost(name):
     t = torch.zeros(1, 2)  # the draft vocabulary's two tokens; the teacher has half of its mass elsewhere
-    rows = Rows(torch.zeros(1, 1), torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([4.0]).log(), torch.ones_like)
-    rows.weigh = lambda chosen, hit: chosen
+    zero = torch.zeros(1).long()
+    rows = Rows(torch.zeros(1, 1), zero, zero, torch.tensor([4.0]).log(), lambda chosen, hit: chosen)
     loss = OBJECTIVES[name](rows, torch.ones(2, 1), t).loss.item()  # q = 1/2, 1/2; p = 1/4, 1/4: α = 1/2
     share = torch.tensor(-LK_SHARPNESS * 0.5).exp().item()
     expected = {"tv": 0.5, "lk_alpha": 0.6931472, "lk_hybrid": (1 - share) * 0.5}[name]
@@ -90,7 +90,8 @@ def test_dynamic_weights_see_whole_chains_whatever_the_chunk(chunk):
     slot, depth = torch.arange(slots).repeat(depths), torch.arange(depths).repeat_interleave(slots)
     there = (torch.rand(len(slot)) < 0.8) & (slot % 5 != 2)  # missing pairs, and slots without any
     slot, depth = slot[there], depth[there]
-    x, w, last, head = torch.randn(len(slot), H), torch.randn(V, H), torch.randn(slots + depths + 1, H), torch.randn(V, H)
+    x, w, head = torch.randn(len(slot), H), torch.randn(V, H), torch.randn(V, H)
+    last = torch.randn(slots + depths + 1, H)
     label_N = torch.randint(V, (len(last),))
     at = slot + 1 + depth
     seen = {}
