@@ -10,6 +10,7 @@ Shapes: P sampled slots, A taps, T target hidden = H head hidden, J key heads, D
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,8 @@ SLOW = 64  # a rope pair serves for matching when it turns by less than one radi
 MATCH = 16.0  # attention logit of a slot whose token matches
 COPY = 4.0  # size of what copying adds, against unit-size features
 QUIET = 0.1  # what remains of the random weights in the copying heads
+SCALES = [2 ** (-n / 2) for n in range(-2, 11)]  # of the final norm that are tried
+TEMPERED = 1024  # tokens they are tried on
 KEYS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -53,6 +56,22 @@ def calibrate(head: Eagle3Head, sample: Batch, parts: TargetParts, seed: int) ->
         counts_V = torch.bincount(sample.ids_N, minlength=len(tokens_VH))
         output_CH = _way_back(tokens_VH @ values_CH.T, directions_VH, counts_V)
     _copying_heads(head, turn_HH, values_CH, COPY * output_CH, generator)
+    _temper(head, sample)
+
+
+def _temper(head: Eagle3Head, sample: Batch) -> None:
+    """Scales the final norm so that the training loss is lowest: raw, the head is far too sure of its drafts."""
+    rows = int(torch.searchsorted(sample.cu_R1, TEMPERED, right=True)) - 1 or 1
+    length = int(sample.cu_R1[rows])
+    parts = {f.name: getattr(sample, f.name) for f in fields(sample)}
+    parts |= {name: value[:length] for name, value in parts.items() if name.endswith(("_N", "_NT", "_NAT"))}
+    begin = Batch(**parts | {"cu_R1": sample.cu_R1[: rows + 1]}).to(sample.taps_NAT.device, torch.float32)
+    head.to(sample.taps_NAT.device)
+    weight_H, losses = head.norm.weight.clone(), []
+    for scale in SCALES:
+        head.norm.weight.copy_(scale * weight_H)
+        losses.append(float(head(begin).loss))
+    head.norm.weight.copy_(SCALES[losses.index(min(losses))] * weight_H)
 
 
 def _way_back(codes_VC: Tensor, directions_VH: Tensor, counts_V: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ class Eagle3Head(Head):
         self.scale_features(feature_size(sample))
         nn.init.normal_(self.fc.weight, std=0.02)
         if seed is not None:
+            self.attach(parts.embedding, parts.lm_head)
             calibrate(self, sample, parts, seed)
 
     def scale_features(self, rms_AT: Tensor) -> None:

@@ -20,6 +20,11 @@ from torch.nn import functional as F
 
 from headtrain.heads.objectives import Rows
 
+try:
+    from headtrain.heads import triton_attention as _triton
+except ImportError:  # no triton for this platform: the plain blocks serve
+    _triton = None
+
 # ---------------------------------------------------------------------------------------------------- rope
 
 
@@ -182,8 +187,20 @@ def depth_attention(
     The M rows are the slots of `segments`, one after another. A row sees the depth-0 keys of its document up to its own
     slot, and of each later depth only the key of its own slot (`diagonals`, a (k, v) pair [M, J, D] per depth). The
     block runs through a flash kernel; the diagonal terms are merged into it by log-sum-exp. Returns [M, G, J, D].
+    On a GPU it is one Triton kernel, where triton is installed and the head size fits.
     """
+    if q_MGJD.is_cuda and _triton is not None and q_MGJD.shape[-1] <= _triton.MAX_HEAD_DIM:
+        document_M, slot_M = _per_row(segments, q_MGJD.device)
+        return _triton.depth_attention_triton(q_MGJD, k_NJD, v_NJD, diagonals, slot_M, document_M, scale)
     return _DepthAttention.apply(segments, scale, q_MGJD, k_NJD, v_NJD, *[x for pair in diagonals for x in pair])
+
+
+def _per_row(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(first slot of its document, slot) of every row, int32 [M]."""
+    document, first, length = torch.tensor([(s.document, s.first, s.stop - s.first) for s in segments]).T
+    start = length.cumsum(0) - length
+    slot = torch.arange(int(length.sum())) + (first - start).repeat_interleave(length)
+    return tuple(x.int().to(device, non_blocking=True) for x in (document.repeat_interleave(length), slot))
 
 
 # ---------------------------------------------------------------------------------------------------- loss
