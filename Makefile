@@ -1,14 +1,18 @@
 # make demo        a trained, measured and exported head for SmolLM2-135M-Instruct on a CPU
 # make test        all quick tests        make test-slow   long statistical and kill tests
 # make test-gpu    tests that need a GPU  make lint, make wheel
+# make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
+# make bench-memory memory of our training step against length and vocabulary
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_VENV ?= .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu lint wheel
+.PHONY: demo test test-slow test-gpu lint wheel bench-train bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
@@ -28,10 +32,23 @@ lint: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
+bench-train: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python -m benchmarks.train_step $(ARGS)
+
+bench-memory: $(STAMP)
+	$(BIN)/python -m benchmarks.memory $(ARGS)
+
 # torch first, so that an environment that has one already keeps it.
 $(STAMP): pyproject.toml constraints.txt requirements/demo.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,demo]"
 	$(BIN)/python -m pip install -q --no-deps -r requirements/demo.txt
+	touch $@
+
+$(BENCH_STAMP): constraints.txt requirements/bench.txt requirements/bench-imports.txt
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BENCH_VENV)/bin/python -m pip install -q -c constraints.txt -r requirements/bench-imports.txt
+	$(BENCH_VENV)/bin/python -m pip install -q --no-deps -r requirements/bench.txt -e .
 	touch $@
