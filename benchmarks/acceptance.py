@@ -110,9 +110,10 @@ def train_one(run: Path, name: str, seed: int, seconds: float, overrides: str) -
     head = load_head(place / "head", load_parts(config.target).embedding.float())
     log = [json.loads(line) for line in (place / "training" / "log.jsonl").read_text().splitlines()]
     last = [line for line in log if "tokens" in line][-1]
+    best = json.loads((place / "training" / "best.json").read_text())
     result = {
         "name": name, "seed": seed, "seconds": seconds, "cpu_s": round(spent), "wall_s": round(wall),
-        "steps": last["step"], "epoch": last["epoch"], **json.loads((place / "training" / "best.json").read_text()),
+        "steps": last["step"], "epoch": last["epoch"], "best_step": best["step"], "valid_tau": best["tau"],
         **{suite: measure(head, tensors) for suite, tensors in torch.load(answers(run)).items()},
     }  # fmt: skip
     RESULTS.parent.mkdir(exist_ok=True)
@@ -167,7 +168,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = ["| core-seconds | settings | seeds | τ held-out | τ HumanEval | valid τ | epochs |", "|" + "---|" * 7]
     for (seconds, name), group in sorted(groups.items()):
         cells = [_spread([value(result) for result in group]) for value in (
-            lambda r: r["heldout"]["tau"], lambda r: r["humaneval"]["tau"], lambda r: r["tau"])]  # fmt: skip
+            lambda r: r["heldout"]["tau"], lambda r: r["humaneval"]["tau"], lambda r: r["valid_tau"])]  # fmt: skip
         epochs = sum(result["epoch"] for result in group) / len(group)
         lines.append(f"| {seconds:g} | {name} | {len(group)} | {' | '.join(cells)} | {epochs:.0f} |")
     return "\n".join(lines)

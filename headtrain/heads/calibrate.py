@@ -1,11 +1,14 @@
 """A start for EAGLE-3 heads that needs no training step: what can be known in closed form from the captures.
 
-Two things are put into a fresh head. *Features*: fc becomes the ridge regression from the target's taps to the
-direction of the token after next in lm_head space, plus a code of the current token. *Copying*: one query head of each
-group looks for earlier slots whose current token is the token just read (an induction head), and hands on the token
-that followed there. Training then starts from a head that drafts; see docs/training.md for what that is worth.
+Three things are put into a fresh head. *Features*: fc becomes a ridge regression from the target's taps to the
+direction of the token after next in lm_head space; where lm_head varies least it holds a code of the current token.
+*Reading*: one query head of each group looks at its own slot, and adds what the token just read says about the next
+(fitted together with fc). *Copying*: another one looks for earlier slots whose current token is the token just read (an
+induction head), and hands on the token that followed there. Last, the final norm is scaled to where the loss is lowest.
+Training then starts from a head that drafts; see docs/training.md for what that is worth.
 
-Shapes: P sampled slots, A taps, T target hidden = H head hidden, J key heads, D head size, V draft vocabulary.
+Shapes: P sampled slots, F = A T features, T target hidden = H head hidden, J key heads, D head size, C = J D values,
+K dimensions of a token's code, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -23,40 +26,117 @@ if TYPE_CHECKING:
     from headtrain.heads.eagle3 import Eagle3Head
 
 RIDGE = 1e-2  # of the mean diagonal of the Gram matrix
-SLOW = 64  # a rope pair serves for matching when it turns by less than one radian over so many positions
+SLOW = 64  # rope pairs that turn by less than one radian over so many positions match tokens far back
 MATCH = 16.0  # attention logit of a slot whose token matches
-COPY = 4.0  # size of what copying adds, against unit-size features
-QUIET = 0.1  # what remains of the random weights in the copying heads
+COPY = 4.0  # size of what copying adds, against unit-size directions
+READ = 3.0  # size of a token's values beside unit-size features in the regression; larger ones are penalised less
+QUIET = 0.1  # what remains of the random weights in the heads that are set
 SCALES = [2 ** (-n / 2) for n in range(-2, 11)]  # of the final norm that are tried
 TEMPERED = 1024  # tokens they are tried on
-KEYS = ("q_proj", "k_proj", "v_proj")
 
 
 @torch.no_grad()
 def calibrate(head: Eagle3Head, sample: Batch, parts: TargetParts, seed: int) -> None:
-    """Fills fc and the copying heads of a fresh head whose draft vocabulary and feature sizes are set.
+    """Fills fc and two query heads per group of a fresh head whose draft vocabulary and feature sizes are set.
 
     sample: some packed training rows, on the device to compute on. Deterministic in the seed.
     """
     c, device = head.config, sample.taps_NAT.device
     generator = torch.Generator().manual_seed(seed)
-    turn_HH = orthogonal(c.hidden_size, c.hidden_size, generator).to(device)
     norm_H = parts.norm_weight.to(device).float()
     tokens_VH = unit(parts.embedding.to(device).float())
     directions_VH = unit(parts.lm_head.to(device).float() / norm_H)
+    counts_V = torch.bincount(sample.ids_N, minlength=len(tokens_VH)).float() + 0.1
+    code_HK = token_code(tokens_VH, counts_V, c.hidden_size // 4)
+    room_HK = principal(directions_VH, counts_V)[1][:, : code_HK.shape[1]]
+    values_CH = orthogonal(c.num_key_value_heads * c.head_dim, c.hidden_size, generator).to(device)
+    copying, reading = _query_heads(head)
+    read_CH = torch.zeros_like(values_CH)
+    rows = torch.cat([torch.arange(j * c.head_dim, (j + 1) * c.head_dim) for j, _ in reading])
 
     slots = _slots_with_next(sample)
     taps_PF = sample.taps_NAT[slots].flatten(1).float() * head.feature_scale.to(device)
-    wanted_PH = directions_VH[sample.ids_N[slots + 2]] + tokens_VH[sample.ids_N[slots]] @ turn_HH.T
-    head.fc.weight.copy_(ridge(taps_PF, wanted_PH).T)
-    values_CH = orthogonal(c.num_key_value_heads * c.head_dim, c.hidden_size, generator).to(device)
-    if torch.equal(parts.embedding, parts.lm_head):  # tied: the way back from a token's code to its logit is known
-        output_CH = values_CH / norm_H * norm_H.mean()
+    wanted_PH = directions_VH[sample.ids_N[slots + 2]]
+    wanted_PH = wanted_PH - wanted_PH @ room_HK @ room_HK.T
+    values_PC = READ * (tokens_VH @ values_CH[rows].T)[sample.ids_N[slots + 1]]
+    weights = ridge(torch.cat([taps_PF, values_PC], 1), wanted_PH)
+    read_CH[rows] = READ * weights[taps_PF.shape[1] :]
+    codes_PK = (tokens_VH @ code_HK)[sample.ids_N[slots]]
+    fc_FH = weights[: taps_PF.shape[1]] + ridge(taps_PF, codes_PK) @ room_HK.T
+    size = (taps_PF @ fc_FH).square().mean().sqrt()  # hidden_norm divides by it
+
+    if torch.equal(parts.embedding, parts.lm_head):  # tied: the way back from a token's values to its logit is known
+        copied_CH = values_CH / norm_H * norm_H.mean()
     else:
-        counts_V = torch.bincount(sample.ids_N, minlength=len(tokens_VH))
-        output_CH = _way_back(tokens_VH @ values_CH.T, directions_VH, counts_V)
-    _copying_heads(head, turn_HH, values_CH, COPY * output_CH, generator)
+        copied_CH = _way_back(tokens_VH @ values_CH.T, directions_VH, counts_V)
+    head.fc.weight.copy_(fc_FH.T)
+    _set_heads(head, copying, reading, code_HK, size * room_HK, values_CH, COPY * copied_CH, read_CH, generator)
     _temper(head, sample)
+
+
+def _query_heads(head: Eagle3Head) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(key head, query head of its group) of the copying and the reading heads; without groups they take turns."""
+    key_heads = range(head.config.num_key_value_heads)
+    if head.groups > 1:
+        return [(j, 0) for j in key_heads], [(j, 1) for j in key_heads]
+    return [(j, 0) for j in key_heads[0::4]], [(j, 0) for j in key_heads[1::4]]  # half of the heads stay free
+
+
+def _set_heads(
+    head: Eagle3Head, copying, reading, code_HK: Tensor, room_HK: Tensor, values_CH: Tensor, copied_CH: Tensor,
+    read_CH: Tensor, generator: torch.Generator,
+) -> None:  # fmt: skip
+    """Sets attention so that copying heads match the token read with slots' current tokens, reading heads with itself.
+
+    Query: a projection of the code of the token read, in both. Key: for copying the same projection of the slot's
+    current token, from its code in the features, on rope pairs that turn slowly; for reading that of the token read at
+    the slot, on the other pairs. Value: the token read there. Where no pair turns slowly (or fast), nothing is set.
+    """
+    c, attention, hidden = head.config, head.midlayer.self_attn, head.config.hidden_size
+    slow = (head._lent["inverse"] * SLOW < 1).repeat(2).to(values_CH.device)
+    for heads, pairs, source, output_CH in ((copying, slow, "hidden", copied_CH), (reading, ~slow, "read", read_CH)):
+        if not bool(pairs.any()):
+            continue
+        strength = MATCH * c.head_dim**0.5 / int(pairs.sum())
+        for j, g in heads:
+            match_DK = orthogonal(c.head_dim, code_HK.shape[1], generator).to(values_CH.device) * pairs[:, None]
+            keys = slice(j * c.head_dim, (j + 1) * c.head_dim)
+            queries = slice((j * head.groups + g) * c.head_dim, (j * head.groups + g + 1) * c.head_dim)
+            q, k, v = (attention[name].weight for name in ("q_proj", "k_proj", "v_proj"))
+            q[queries] *= QUIET
+            if heads is copying or head.groups == 1:  # once per key head
+                k[keys] *= QUIET
+                v[keys] *= QUIET
+                v[keys, :hidden] += values_CH[keys].to(v)
+            q[queries, :hidden] += (strength * match_DK @ code_HK.T).to(q)
+            if source == "hidden":
+                k[keys, hidden:] += (match_DK @ room_HK.T).to(k)
+            else:
+                k[keys, :hidden] += (match_DK @ code_HK.T).to(k)
+            attention["o_proj"].weight[:, queries] = output_CH[keys].T.to(q)
+
+
+def _way_back(values_VC: Tensor, directions_VH: Tensor, counts_V: Tensor) -> Tensor:
+    """Ridge regression [C, H] from the tokens' values to their lm_head directions, weighted by how often they occur."""
+    weight_V1 = counts_V.sqrt()[:, None]
+    centred = [(x - x.mean(0)) * weight_V1 for x in (values_VC, directions_VH)]
+    return ridge(*centred)
+
+
+def principal(x_VH: Tensor, weight_V: Tensor) -> tuple[Tensor, Tensor]:
+    """(variances ascending [H], axes [H, H]) of weighted rows; the mean's own direction counts as variance 0."""
+    weight_V1 = (weight_V / weight_V.sum()).sqrt()[:, None]
+    mean_H = (x_VH * weight_V1.square()).sum(0)
+    spread_VH = (x_VH - mean_H) * weight_V1
+    axis_H = mean_H / mean_H.norm().clamp(min=1e-8)
+    spread_VH = spread_VH - (spread_VH @ axis_H)[:, None] * axis_H
+    return torch.linalg.eigh(spread_VH.T @ spread_VH)
+
+
+def token_code(tokens_VH: Tensor, counts_V: Tensor, size: int) -> Tensor:
+    """The linear map [H, K] from a token's unit-size embedding to a code whose dimensions all vary by about 1."""
+    variance_H, axes_HH = principal(tokens_VH, counts_V.sqrt())
+    return axes_HH[:, -size:] / variance_H[-size:].clamp(min=1e-4 * variance_H[-1]).sqrt()
 
 
 def _temper(head: Eagle3Head, sample: Batch) -> None:
@@ -79,33 +159,6 @@ def _way_back(codes_VC: Tensor, directions_VH: Tensor, counts_V: Tensor) -> Tens
     weight_V1 = (counts_V.float() + 1).sqrt()[:, None]
     centred = [(x - x.mean(0)) * weight_V1 for x in (codes_VC, directions_VH)]
     return ridge(*centred)
-
-
-def _copying_heads(
-    head: Eagle3Head, turn_HH: Tensor, values_CH: Tensor, output_CH: Tensor, generator: torch.Generator
-) -> None:
-    """Makes the first query head of each group an induction head.
-
-    Query: a projection of the token read; key: the same projection of the slot's current token, from its code in the
-    features; value: the token read at that slot (`values_CH`, C = J D), which `output_CH` turns into its logit. Only
-    rope pairs that turn slowly take part in the match.
-    """
-    c, attention = head.config, head.midlayer.self_attn
-    size, hidden = c.head_dim, c.hidden_size
-    slow = (head._lent["inverse"] * SLOW < 1).repeat(2).to(values_CH.device)
-    if not bool(slow.any()):
-        return
-    strength = MATCH * size**0.5 / int(slow.sum())
-    for j in range(0, c.num_key_value_heads, 1 if head.groups > 1 else 2):  # some query heads stay free
-        match_DH = orthogonal(size, hidden, generator).to(values_CH.device) * slow[:, None]
-        queries = slice(j * head.groups * size, (j * head.groups + 1) * size)  # the group's first query head
-        keys = slice(j * size, (j + 1) * size)
-        for name, rows in zip(KEYS, (queries, keys, keys), strict=True):
-            attention[name].weight[rows] *= QUIET
-        attention["q_proj"].weight[queries, :hidden] += (strength * match_DH).to(attention["q_proj"].weight)
-        attention["k_proj"].weight[keys, hidden:] += (match_DH @ turn_HH.T).to(attention["k_proj"].weight)
-        attention["v_proj"].weight[keys, :hidden] += values_CH[keys].to(attention["v_proj"].weight)
-        attention["o_proj"].weight[:, queries] = output_CH[keys].T.to(attention["o_proj"].weight)
 
 
 def _slots_with_next(sample: Batch) -> Tensor:

@@ -151,7 +151,7 @@ class Eagle3Head(Head):
             calibrate(self, sample, parts, seed)
 
     def scale_features(self, rms_AT: Tensor) -> None:
-        scale = 1.0 / rms_AT.flatten().clamp(min=1e-6)
+        scale = 1.0 / rms_AT.flatten().clamp(min=1e-6).to(self.fc.weight.device)
         self.fc.weight.data *= self.feature_scale / scale
         self.feature_scale = scale
 
