@@ -185,18 +185,19 @@ def _backward_diagonals(
         _store(dv, dv_MD, at_M, J * D, j, real_M, D)
 
 
-# (rows, keys, warps, stages) of a program that owns rows, and of one that owns keys, by kind of input: the first that
-# the GPU's shared memory holds is used. Exact float32 products use no tensor cores and many registers: small tiles.
+# (rows, keys, warps, stages) of a program that owns rows, and of one that owns keys, by (float32, D > 128): the first
+# that the GPU's shared memory holds is used. The last fits every GPU of compute capability 8.0 or more. Exact float32
+# products use no tensor cores and many registers, hence small tiles.
 _TILES = {
-    "16 bit": (((128, 64, 8, 3), (64, 64, 4, 2)), ((64, 128, 8, 2), (32, 64, 4, 2))),
-    "16 bit, wide": (((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)), ((64, 64, 8, 2), (32, 32, 4, 2))),
-    "32 bit": (((32, 32, 4, 2), (16, 16, 4, 1)), ((32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (False, False): (((128, 64, 8, 3), (64, 64, 4, 2)), ((64, 128, 8, 2), (32, 64, 4, 2))),
+    (False, True): (((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)), ((64, 64, 8, 2), (32, 32, 4, 2))),
+    (True, False): (((32, 32, 4, 2),), ((32, 32, 4, 2),)),
+    (True, True): (((16, 16, 4, 1),), ((16, 16, 4, 1),)),
 }
 
 
 def _tiles(q: Tensor, own_keys: bool) -> tuple[tuple[int, int, int, int], ...]:
-    kind = "32 bit" if q.dtype == torch.float32 else "16 bit, wide" if q.shape[-1] > 128 else "16 bit"
-    return _TILES[kind][own_keys]
+    return _TILES[q.dtype == torch.float32, q.shape[-1] > 128][own_keys]
 
 
 def _launch(run: Callable[..., Any], tiles: tuple[tuple[int, int, int, int], ...]) -> None:
