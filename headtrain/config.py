@@ -124,12 +124,18 @@ class TrainConfig:
     decay: float = 0.8  # base of the depths' weights
     position_keep: float = 1.0  # share of positions that go on from each depth to the next; below 1 is faster
     noise: float = 0.0  # half-width of uniform noise on the features, which have unit size
-    precision: str = "bf16"  # bf16 | fp32, of the forward pass; masters are fp32
-    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 2
+    precision: str = "bf16"  # bf16 | fp32 | fp16 (on a GPU only), of the forward pass; masters are fp32
+    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
+    offload: bool = False  # the optimizer's state and step on the CPU (on a GPU, from zero_stage 1 on)
+    checkpointing: bool = False  # compute each unroll depth again in the backward pass; less memory, more time
+    ema: float = 0.0  # decay per step of the averaged weights that are measured and saved; 0 = no average
+    spike: float = 0.0  # skip a step whose gradient norm exceeds so many times the median of the last 64; 0 = none
+    patience: int | None = None  # stop after so many evaluations in a row without a better τ
     save_every: int = 200  # steps between checkpoints
     keep: int = 2  # checkpoints kept, besides the best
     eval_every: int = 100  # steps between simulated acceptance lengths
     eval_rows: int = 64  # rows of that simulation
+    decode_prompts: int = 0  # of them, decoded with the target itself; if any, that τ picks the best head
     log_every: int = 10  # steps between lines of training/log.jsonl
     threads: int | None = None  # CPU threads of each training process; None: cores / processes
 
@@ -264,12 +270,16 @@ RULES: dict[str, Rule] = {
     "train.position_keep": _number(0, 1, open_low=True),
     "train.noise": _number(0),
     "train.decay": _number(0, 1, open_low=True),
-    "train.precision": _one_of("bf16", "fp32"),
-    "train.zero_stage": _one_of(0, 1, 2),
+    "train.precision": _one_of("bf16", "fp32", "fp16"),
+    "train.zero_stage": _one_of(0, 1, 2, 3),
+    "train.ema": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
+    "train.spike": Rule(lambda value: value == 0 or 1 < value < math.inf, "0, or above 1"),
+    "train.patience": _COUNT,
     "train.save_every": _COUNT,
     "train.keep": _COUNT,
     "train.eval_every": _COUNT,
     "train.eval_rows": _COUNT,
+    "train.decode_prompts": _number(0),
     "train.log_every": _COUNT,
     "train.threads": _COUNT,
     "eval.limit": _COUNT,
@@ -320,6 +330,17 @@ def validate(config: RecipeConfig) -> None:
         )
     if len(train.betas) != 2:
         raise ConfigError(f"train.betas={train.betas}: two numbers are needed")
+    if train.offload and train.zero_stage == 0:
+        raise ConfigError("train.offload=true needs train.zero_stage of 1 or more: it is ZeRO's state that moves")
+    if train.offload and train.optimizer == "muon":
+        raise ConfigError("train.offload=true with train.optimizer=muon: Muon needs the GPU; use adamw")
+    if config.data.valid == 0 and (train.patience or train.decode_prompts):
+        key = "patience" if train.patience else "decode_prompts"
+        raise ConfigError(f"train.{key} with data.valid=0: there are no validation prompts; set data.valid")
+    if train.decode_prompts > train.eval_rows:
+        raise ConfigError(
+            f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
+        )
     if len(config.eval.speed_prompts) not in (1, len(config.eval.suites)):
         raise ConfigError(
             f"eval.speed_prompts={config.eval.speed_prompts}: give one number, or one per suite "

@@ -20,7 +20,7 @@ PARENTS = {
     "prompts": (), "responses": ("prompts",), "captures": ("responses",), "training": ("prompts", "captures"),
     "report": ("training",), "export": ("training",),
 }  # fmt: skip
-NOT_IN_TRAINING = ("threads", "save_every", "keep", "log_every")
+NOT_IN_TRAINING = ("threads", "save_every", "keep", "log_every", "zero_stage", "offload", "checkpointing")
 WHOLE_FILE = 16 * 2**20  # larger files of a model folder are sampled
 SAMPLES, SAMPLE = 64, 64 * 1024
 

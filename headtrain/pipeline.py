@@ -55,7 +55,10 @@ def generate(config: RecipeConfig, inspect: int = 0) -> None:
 
 
 def train(config: RecipeConfig) -> None:
-    """The training stage on finished data; inside a launcher's process (RANK is set) it trains right here."""
+    """The training stage on finished data; inside a launcher's process (RANK, or srun's names) it trains right here."""
+    from headtrain.training.launch import from_slurm
+
+    os.environ |= from_slurm(os.environ, config.launch.master_port)
     if "RANK" in os.environ:
         return _train_as_rank(config)
     with opened(config) as job:

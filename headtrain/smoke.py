@@ -42,7 +42,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     train.epochs, train.steps, train.seconds = None, 10, None
     train.batch_tokens, train.accumulate, train.precision = 512, 1, "fp32"
     train.save_every, train.eval_every, train.eval_rows, train.log_every = 5, 5, 4, 2
-    train.threads = 1
+    train.threads, train.offload, train.decode_prompts = 1, False, min(train.decode_prompts, 4)
     small.eval.suites, small.eval.limit, small.eval.k, small.eval.batch = ["heldout"], 4, [3], [4]
     small.eval.dtype, small.eval.max_new_tokens = "float32", 24
     small.eval.speed_prompts, small.eval.speed_tokens = [2], 16

@@ -210,10 +210,38 @@ def training(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     """Every process of the training stage comes here; the first one completes the manifest."""
     from headtrain.training.trainer import train
 
-    train(config, run)
+    train(config, run, decoded_tau(config, run) if config.train.decode_prompts else None)
     if os.environ.get("RANK", "0") == "0":
         best = read_json(run / "training" / "best.json")
         Manifest(run / "training").finish({"best_step": best["step"], "simulated_tau": best["tau"]})
+
+
+def decoded_tau(config: RecipeConfig, run: Path) -> Callable[[Any], float]:
+    """score(head): τ of greedy decoding with the target, loaded at the first call, on validation prompts."""
+    from headtrain.data_gen.store import ResponseStore
+
+    store, e = ResponseStore(run / "responses", config.data.max_length), config.eval
+    rows = sorted((row for row in store.rows if row.split == "valid"), key=lambda row: row.id)
+    answers = [store.read(row) for row in rows[: config.train.decode_prompts]]
+    found = [answer.ids[: int(answer.supervised.int().argmax())].tolist() for answer in answers]
+    prompts = [prompt for prompt in found if prompt]
+    target: list[Any] = []
+
+    def score(head: Any) -> float:
+        from headtrain.eval.decoder.decode import decode
+        from headtrain.eval.decoder.drafters.head import HeadDrafter
+        from headtrain.eval.decoder.verify import Sampling
+        from headtrain.target import Target
+
+        if not target:
+            target.append(Target.load(config.target, e.dtype))
+        drafter, most = HeadDrafter(head, Sampling()), getattr(target[0].config, "max_position_embeddings", None)
+        new = min(e.max_new_tokens, most - max(map(len, prompts))) if most else e.max_new_tokens
+        answered = decode(target[0], drafter, prompts, k=max(e.k), max_new_tokens=new, batch=max(e.batch))
+        steps = [step.accepted for row in answered for step in row.steps]
+        return 1 + sum(steps) / max(len(steps), 1)
+
+    return score
 
 
 def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:

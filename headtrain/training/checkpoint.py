@@ -1,9 +1,11 @@
 """Checkpoints that are whole or absent, and resuming from them.
 
-A checkpoint is a folder `step-00000100`: `head.safetensors` (the head's fp32 weights and buffers, plain), `engine/`
-(DeepSpeed's own files: optimizer state of every process), `rng-00000.safetensors` per process, and `state.json`
-(position, time used, what the run must agree with, and the sizes of all files). It is written beside its place under a
-`.part` name and renamed when every byte is on disk. Nothing of the target is in it: about 18 bytes per parameter.
+A checkpoint is a folder `step-00000100`: `head/`, the head as it would be served (see heads.base.save_head); the
+training state by parameter name, whole and in fp32, one safetensors file each: `weights` (frozen ones and buffers
+too), the optimizer's `exp_avg`, `exp_avg_sq` and `momentum_buffer`, and `ema`; and `state.json` (position, time used,
+what the run must agree with, and the sizes of all files). Nothing in it depends on the number of processes or on the
+ZeRO stage, and nothing of it is the target's: 12 bytes per parameter (16 with an average), and the head.
+It is written beside its place under a `.part` name and renamed when every byte is on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.files import fsync_folder, read_json, write_json
-from headtrain.training.ranks import Ranks, quiet
+from headtrain.heads.base import Head, save_head
+from headtrain.training.ranks import Ranks
+from headtrain.training.weights import Average, Shards
 
-VERSION = 1
-MUST_AGREE = ("zero_stage", "precision", "optimizer", "parts", "mapping", "data")
+VERSION = 2
+MUST_AGREE = ("precision", "optimizer", "ema", "mapping", "data")
 
 
 class CheckpointError(ValueError):
@@ -34,21 +38,16 @@ def mapping_hash(head: nn.Module) -> str:
     return hashlib.sha256(head.t2d.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
-def masters(head: nn.Module) -> dict[str, Tensor]:
-    """The head's full fp32 weights and its buffers, on the CPU. Every process must call it."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    tensors = {}
-    for name, p in head.named_parameters():
-        full = safe_get_full_fp32_param(p) if hasattr(p, "_hp_mapping") else None  # None: it is fp32 or frozen
-        tensors[name] = (p.detach() if full is None else full).float().cpu().contiguous().clone()
-    return tensors | {name: b.cpu().contiguous().clone() for name, b in head.named_buffers()}
-
-
 # ------------------------------------------------------------------------------------------------- writing
 
-def save(engine: Any, folder: Path, state: dict[str, Any], keep: int, ranks: Ranks) -> Path:
-    """Writes the checkpoint of `state["step"]` and removes all but the last `keep`. Every process must call it."""
+def save(
+    folder: Path, state: dict[str, Any], head: Head, dtype: torch.dtype, shards: Shards, average: Average | None,
+    keep: int, ranks: Ranks,
+) -> Path:  # fmt: skip
+    """Writes the checkpoint of `state["step"]` and removes all but the last `keep`. Every process must call it.
+
+    head: the head to serve (weights.Snapshot), saved in `dtype`.
+    """
     from safetensors.torch import save_file
 
     place = folder / f"step-{state['step']:08d}"
@@ -56,17 +55,25 @@ def save(engine: Any, folder: Path, state: dict[str, Any], keep: int, ranks: Ran
     if ranks.first:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    ranks.barrier()
-    with quiet():
-        engine.save_checkpoint(str(part), tag="engine", save_latest=False)
-    save_file(_random_states(ranks), part / f"rng-{ranks.rank:05d}.safetensors")
-    tensors = masters(engine.module)
-    if ranks.first:
-        save_file(tensors, part / "head.safetensors", metadata={"format": "pt"})
-    ranks.barrier()
+        save_head(head, part / "head", dtype)
+    kinds: dict[str, Sequence[Tensor | None]] = {"weights": shards.flats, **shards.moments()}
+    if average:
+        kinds["ema"] = average.values
+    for kind, values in kinds.items():
+        tensors = {}
+        if kind == "weights":
+            fixed = {name: tensor for name, tensor in head.state_dict().items() if name not in shards.places}
+            tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in fixed.items()}
+        for name in shards.places:
+            whole = shards.whole(values, name)
+            if whole is not None and ranks.first:
+                tensors[name] = whole.detach().cpu().contiguous().clone()
+        if ranks.first:
+            save_file(tensors, part / f"{kind}.safetensors", metadata={"format": "pt"})
     if ranks.first:
         sizes = {str(p.relative_to(part)): p.stat().st_size for p in sorted(part.rglob("*")) if p.is_file()}
-        write_json(part / "state.json", {**state, "version": VERSION, "world": ranks.world, "files": sizes})
+        facts = {"version": VERSION, "world": ranks.world, "updates": shards.steps, "files": sizes}
+        write_json(part / "state.json", {**state, **facts})
         _flush(part)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
@@ -75,13 +82,6 @@ def save(engine: Any, folder: Path, state: dict[str, Any], keep: int, ranks: Ran
             shutil.rmtree(old)
     ranks.barrier()
     return place
-
-
-def _random_states(ranks: Ranks) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(ranks.device)
-    return states
 
 
 def _flush(folder: Path) -> None:
@@ -127,34 +127,62 @@ def damage(place: Path) -> str | None:
     return None
 
 
-def load(engine: Any, place: Path, expected: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Restores weights, optimizer and random state; returns the checkpoint's state. CheckpointError when it cannot fit.
+def accumulation(place: Path, accumulate: int, world: int) -> int:
+    """Micro-batches that each of `world` processes adds up, so that a step has as many as in the checkpoint's run.
 
-    expected: what this run has for the keys of MUST_AGREE.
+    CheckpointError when that is impossible, or when the number of processes is the same and `accumulate` is another.
     """
-    from safetensors.torch import load_file
-
     state = read_json(place / "state.json")
     if state["version"] != VERSION:
-        raise CheckpointError(f"{place}: checkpoint version {state['version']}, {VERSION} is known")
-    if state["world"] != ranks.world:
         raise CheckpointError(
-            f"{place.name} was written by {state['world']} processes and this run has {ranks.world}: start again with "
-            f"launch.gpus={state['world']} (the optimizer state is kept per process), or begin a new run from its "
-            f"weights with head.init_from and another run_dir"
+            f"{place}: checkpoint version {state['version']}, this headtrain reads {VERSION}; finish the run with the "
+            "headtrain that began it, or start in another run_dir"
         )
+    parts, before = state["parts"], state["world"]
+    if world == before and parts != world * accumulate:
+        raise CheckpointError(
+            f"{place.name} was written with {parts // before} micro-batches per process in a step and this run has "
+            f"{accumulate}: set train.accumulate={parts // before}, or start in another run_dir"
+        )
+    if parts % world:
+        raise CheckpointError(
+            f"{place.name} was written by {before} processes with {parts} micro-batches in a step, which {world} "
+            f"processes cannot share equally: use a number of processes (launch.gpus) that divides {parts}, "
+            "or start in another run_dir"
+        )
+    return parts // world
+
+
+def load_weights(head: nn.Module, place: Path) -> None:
+    """Weights and buffers, before the engine starts. Low-precision copies are roundings of them, as after a step."""
+    from safetensors.torch import load_file
+
+    head.load_state_dict(load_file(place / "weights.safetensors"))
+
+
+def check(place: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's state. CheckpointError where it does not agree with what this run has for MUST_AGREE."""
+    state = read_json(place / "state.json")
     for key in MUST_AGREE:
         if state.get(key) != expected[key]:
             raise CheckpointError(
                 f"{place.name} was written with {key} = {state.get(key)} and this run has {expected[key]}: "
                 "go on with the old setting, or start in another run_dir"
             )
-    with quiet():
-        loaded, _ = engine.load_checkpoint(str(place), tag="engine", load_module_strict=True)
-    if loaded is None:
-        raise CheckpointError(f"{place}: DeepSpeed found nothing in it; delete this folder to go on from an older one")
-    random = load_file(place / f"rng-{ranks.rank:05d}.safetensors")
-    torch.set_rng_state(random["cpu"])
-    if "cuda" in random and ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], ranks.device)
     return state
+
+
+def load_moments(place: Path, updates: int, shards: Shards, average: Average | None) -> None:
+    """This process's share of the fp32 weights, the optimizer's state, and the average."""
+    from safetensors import safe_open
+
+    files = {path.stem: path for path in place.glob("*.safetensors")}
+    names = {kind: set(safe_open(path, "pt").keys()) for kind, path in files.items()}
+    moments = {kind: held for kind, held in names.items() if kind not in ("weights", "ema")}
+    values: dict[str, Sequence[Any]] = {"weights": shards.flats, **shards.start_moments(moments, updates)}
+    if average:
+        values["ema"] = average.values
+    for kind, path in files.items():
+        with safe_open(path, "pt") as held:
+            for name in names[kind] & shards.places.keys():
+                shards.put(values[kind], name, held.get_tensor(name))

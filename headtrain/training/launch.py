@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,27 @@ def command(
     world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     where = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}"]
     return [*python, "deepspeed.launcher.launch", *where, *flags, *target], env
+
+
+def from_slurm(environ: Mapping[str, str], port: int) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of a process that `srun` started as one of several.
+
+    Empty elsewhere: where RANK is set already, and in the job's script itself, which has no SLURM_STEP_ID. The master
+    is the first machine of the step. port: the master's, where MASTER_PORT does not say it.
+    """
+    if "RANK" in environ or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_NTASKS", "1")) == 1:
+        return {}
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]  # such as gpu[003-006,9],other
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes}: it names no machine; set MASTER_ADDR and RANK yourself")
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_NTASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(part or "" for part in found.groups()),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
 
 
 def status(run: Path) -> dict[str, Any] | None:

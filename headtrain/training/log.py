@@ -13,37 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headtrain.config import RecipeConfig
+from headtrain.config import RecipeConfig, TrainConfig
 from headtrain.files import write_text
-from headtrain.heads.base import Batch, HeadOutput
+from headtrain.heads.base import Batch, HeadConfig, HeadOutput
 from headtrain.training.ranks import Ranks
-
-
-class Stopwatch:
-    """Seconds spent in each part of a step. On a GPU exact only in the steps that are logged, where it waits for it."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.exact = device, False
-        self.clear()
-
-    def clear(self) -> None:
-        self.parts: dict[str, float] = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
-        self._last = time.perf_counter()
-
-    def mark(self, part: str | None) -> None:
-        """Books the time since the last mark on `part`; None starts anew without booking."""
-        if self.exact and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        if part:
-            self.parts[part] += now - self._last
-        self._last = now
-
-    def read(self) -> dict[str, Any]:
-        """Seconds by part and peak memory, for the log; then starts a new interval."""
-        found = {"seconds": {part: round(spent, 4) for part, spent in self.parts.items()}, **memory(self.device)}
-        self.clear()
-        return found
+from headtrain.training.timing import model_flops, peak_flops
 
 
 class Tally:
@@ -51,24 +25,26 @@ class Tally:
 
     NAMES = ("loss_D", "count_D", "correct_D", "reach_D")
 
-    def __init__(self, depths: int, device: torch.device):
-        self._sums = torch.zeros(4 * depths + 3, dtype=torch.float64, device=device)
+    def __init__(self, head: HeadConfig, config: TrainConfig, device: torch.device):
+        self.head, self.config, self.device = head, config, device
+        self._sums = torch.zeros(4 * head.unroll + 4, dtype=torch.float64, device=device)
         self._began, self.steps = time.monotonic(), 0
 
     def add(self, output: HeadOutput, batch: Batch) -> None:
-        loss = output.loss.detach() / batch.parts
-        rest = torch.stack([loss, torch.as_tensor(batch.ids_N.numel(), device=loss.device), batch.supervised_N.sum()])
+        tokens = torch.as_tensor(batch.ids_N.numel(), device=batch.ids_N.device)
+        seen = (batch.positions_N + 1)[batch.supervised_N].sum()
+        rest = torch.stack([output.loss.detach() / batch.parts, tokens, batch.supervised_N.sum(), seen])
         self._sums += torch.cat([*(getattr(output, name).double() for name in self.NAMES), rest.double()])
 
     def read(self, ranks: Ranks) -> dict[str, Any]:
         """Means of the interval, over all processes; then starts a new one. Every process must call it."""
         sums = ranks.sum(self._sums.clone()).cpu()
         seconds = max(time.monotonic() - self._began, 1e-9)
-        loss_D, count_D, correct_D, reach_D = sums[:-3].reshape(4, -1)
-        loss, tokens, supervised = sums[-3:].tolist()
+        loss_D, count_D, correct_D, reach_D = sums[:-4].reshape(4, -1)
+        loss, tokens, supervised, seen = sums[-4:].tolist()
         steps, self.steps, self._began = max(self.steps, 1), 0, time.monotonic()
         self._sums.zero_()
-        return {
+        found = {
             "loss": loss / steps,
             "loss_by_depth": _rounded(loss_D / count_D.clamp(min=1)),
             "accuracy": _rounded(correct_D / count_D.clamp(min=1)),  # of pairs with a target token in the draft vocab
@@ -77,6 +53,12 @@ class Tally:
             "supervised": int(supervised),
             "tokens_per_s": round(tokens / seconds, 1),
         }
+        slots_D = [n * self.config.position_keep**depth for depth, n in enumerate(reach_D.tolist())]
+        flops = model_flops(self.head, tokens, supervised, seen / max(supervised, 1), slots_D, count_D.tolist())
+        peak = peak_flops(self.device, self.config.precision)
+        if flops and peak:
+            found["mfu"] = round(flops / (seconds * ranks.world * peak), 4)
+        return found
 
 
 def _rounded(values: Tensor) -> list[float]:
@@ -182,6 +164,8 @@ def line(record: dict[str, Any]) -> str:
         words.append(f"top-1 {_percent(record['accuracy'])}")
     if record.get("tau") is not None:
         words.append(f"valid τ {record['tau']:.3f} (α {_percent(record['alpha'])})")
+    if "decoded_tau" in record:
+        words.append(f"decoded τ {record['decoded_tau']:.3f}")
     if "tokens_per_s" in record:
         words.append(f"{record['tokens_per_s']:.0f} tokens/s")
     if record.get("left_s") is not None:

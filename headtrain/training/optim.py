@@ -83,14 +83,28 @@ def is_muon_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() == 2 and not any(word in name for word in ("lm_head", "embed"))
 
 
-def check_optimizer(config: TrainConfig) -> None:
-    """ValueError where DeepSpeed runs an optimizer in a way that changes what it means."""
+def check_optimizer(config: TrainConfig, on_gpu: bool = True) -> None:
+    """ValueError where DeepSpeed would change what a setting means, or where the device has no use for it.
+
+    on_gpu: whether the run's device is a GPU.
+    """
     if config.optimizer == "muon" and config.zero_stage > (1 if config.precision == "bf16" else 0):
         raise ValueError(
             f"train.optimizer=muon with train.zero_stage={config.zero_stage} and train.precision={config.precision}: "
             "there DeepSpeed clips Muon's orthogonalised update instead of the gradient; use train.zero_stage=0 "
             "(or 1 in bf16)"
         )
+    if config.precision == "fp16" and config.optimizer == "muon":
+        raise ValueError(
+            "train.optimizer=muon with train.precision=fp16: DeepSpeed clips Muon's orthogonalised update there, not "
+            "the gradient; use train.precision=bf16"
+        )
+    if config.precision == "fp16" and not on_gpu:
+        raise ValueError(
+            "train.precision=fp16 needs a GPU: a CPU computes it more slowly than fp32; use fp32 or bf16"
+        )
+    if config.offload and not on_gpu:
+        raise ValueError("train.offload=true: on a CPU the optimizer's state is in its memory already; leave it out")
 
 
 def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -126,46 +140,25 @@ def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimize
 def engine_config(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
-    bf16 keeps fp32 masters and accumulates gradients in fp32. DeepSpeed has no replicated form of that, so stage 0 in
-    bf16 runs its stage-1 optimizer, which gives the same weights (and is the same thing with one process).
+    bf16 and fp16 keep fp32 masters, bf16 accumulates gradients in fp32. DeepSpeed has no replicated form of that, so
+    stage 0 runs its stage-1 optimizer there, which gives the same weights (and is the same thing with one process).
     """
     stage = config.zero_stage
-    if stage > 2:
-        raise ValueError(
-            "train.zero_stage=3: a head computes with all its weights at once, so splitting them saves nothing; "
-            "use train.zero_stage=2, which splits gradients, masters and moments"
-        )
-    if config.precision == "fp16":
-        raise ValueError("train.precision=fp16: heads overflow in fp16; use train.precision=bf16, or fp32")
-    if config.precision == "bf16" and stage == 0:
+    if config.precision != "fp32" and stage == 0:
         stage = 1
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.accumulate,
-        # at stage 0 `guard` clips, since DeepSpeed neither reports the norm nor skips a bad step there
-        "gradient_clipping": config.clip if stage else 0.0,
+        "gradient_clipping": config.clip if stage else 0.0,  # at stage 0 the guard clips
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage},
     }
+    if config.offload:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        settings["zero_force_ds_cpu_optimizer"] = False  # which is compiled at the first start
     if config.precision == "bf16":
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.precision == "fp16":
+        settings["fp16"] = {"enabled": True}  # with a loss scale that DeepSpeed adapts
     return settings
-
-
-class Guard:
-    """Gives a plain fp32 optimizer (stage 0) what ZeRO's have: clipping by the global norm, no step on a bad one."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, clip: float):
-        self.clip, self.norm, self._step = clip, math.nan, optimizer.step
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.step = self.step
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self.norm = float(nn.utils.get_total_norm(gradients))
-        if not math.isfinite(self.norm):
-            return
-        if self.clip:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.clip, torch.tensor(self.norm))
-        self._step(*args, **kwargs)

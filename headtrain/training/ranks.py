@@ -6,10 +6,14 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import socket
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headtrain.training.parent import end_with_parent
+from headtrain.training.parent import end_with_parent, start_time
 
+LAST_WORDS = 5.0  # seconds that a process has for its own error after another one has ended
 PATIENCE = timedelta(minutes=30)  # a collective that waits longer means that another process is gone or stuck
 
 
@@ -29,6 +34,7 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    peers: dict[int, tuple[int, str | None]] = field(default_factory=dict)  # of this machine: rank -> pid, start time
 
     @property
     def first(self) -> bool:
@@ -60,6 +66,50 @@ class Ranks:
         if self.world > 1:
             dist.barrier()
 
+    def ended(self, wait: float = 0.0) -> str | None:
+        """Says which other processes of this machine have ended, when some have within `wait` seconds from now."""
+        deadline = time.monotonic() + wait
+        while True:
+            gone = [f"{rank} (pid {pid})" for rank, (pid, began) in self.peers.items() if start_time(pid) != began]
+            if gone or time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+        if not gone:
+            return None
+        return (
+            f"training process {', '.join(gone)} of {self.world} has ended before the others: killed, out of memory, "
+            "or failed (its own message says so); the same command goes on from the last checkpoint"
+        )
+
+    def watch(self) -> threading.Event:
+        """Ends this process when another of this machine has ended, until the event is set."""
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.wait(0.5):
+                if self.ended() and not stop.wait(LAST_WORDS):  # the main thread may have more to say
+                    self._say_ended()
+                    os._exit(1)
+
+        if self.peers:
+            threading.Thread(target=look, daemon=True, name="peers").start()
+        return stop
+
+    def _say_ended(self) -> None:
+        if text := self.ended():
+            print(f"error: {text}", file=sys.stderr, flush=True)
+
+    def say_when_terminated(self) -> None:
+        """A launcher that sees a process end terminates the others: these say which one it was, and go."""
+
+        def terminated(number: int, _frame: Any) -> None:
+            self._say_ended()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        if self.peers and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminated)
+
 
 def join(device: str = "auto", threads: int | None = None) -> Ranks:
     """Joins the run that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* describe; without them a run of one process."""
@@ -78,11 +128,18 @@ def join(device: str = "auto", threads: int | None = None) -> Ranks:
 
         if not on_gpu:  # its CPU collectives would be compiled for a minute at the first start; gloo has them
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        local = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        local = torch.device("cpu")
+        if on_gpu:  # a launcher may show each process its own device only
+            local = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if on_gpu:
             torch.cuda.set_device(local)
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", timeout=PATIENCE, verbose=False)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), local)
+    here = (socket.gethostname(), os.getpid(), start_time(os.getpid()))
+    for rank, (host, pid, began) in enumerate(ranks.gather(here)):
+        if host == here[0] and rank != ranks.rank:
+            ranks.peers[rank] = (pid, began)
+    return ranks
 
 
 def leave() -> None:

@@ -5,11 +5,10 @@ Shapes: N packed positions, D unroll depths, K draft tokens, V target vocabulary
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,103 +17,157 @@ from torch import Tensor
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen.store import CaptureStore, ResponseStore
-from headtrain.files import fingerprint, fsync_folder, read_json, write_json
-from headtrain.heads.base import Batch, Head, HeadOutput, new_head, save_head
-from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram
+from headtrain.files import fingerprint
+from headtrain.heads.base import Batch, Head, new_head
 from headtrain.target import load_parts
 from headtrain.training import checkpoint
 from headtrain.training.batches import Plan, Reader, collate, count_pairs
-from headtrain.training.log import Stopwatch, Tally, TrainLog
-from headtrain.training.optim import Clock, Guard, check_optimizer, engine_config, make_optimizer, peak_lr
+from headtrain.training.guard import Guard
+from headtrain.training.log import Tally, TrainLog, memory
+from headtrain.training.optim import Clock, check_optimizer, engine_config, make_optimizer, peak_lr
 from headtrain.training.ranks import Ranks, join, leave, quiet
+from headtrain.training.select import Best, simulate
+from headtrain.training.timing import Collectives, Stopwatch
+from headtrain.training.weights import Answer, Average, Shards, Snapshot, answer
 
-BAD_IN_A_ROW = 5  # optimizer steps with a loss or gradient that is not finite before the run stops
+BAD_IN_A_ROW = 5  # optimizer steps not taken before the run stops
+SEEDS = 1_000_003  # apart, so that the random numbers of runs with neighbouring seeds do not overlap soon
+Score = Callable[[Head], float]  # τ of really decoding with a head
 
 
 class TrainingFailed(ValueError):
     """Training cannot go on; the message says why and where to look."""
 
 
-def train(config: RecipeConfig, run: Path) -> None:
+def train(config: RecipeConfig, run: Path, score: Score | None = None) -> None:
     """Trains the head of `run` (a run folder with finished responses and captures) and writes run/head.
 
     Goes on from the last checkpoint in run/training/checkpoints. Runs as one process or as one of several (RANK,
-    WORLD_SIZE, MASTER_*); each must call it. Raises ValueError on settings that do not fit and TrainingFailed when the
-    loss stays non-finite.
+    WORLD_SIZE, MASTER_*); each must call it. score: needed with train.decode_prompts; the first process calls it.
+    Raises ValueError on settings that do not fit and TrainingFailed when the loss stays non-finite, or when another
+    process has ended.
     """
-    check_optimizer(config.train)
-    engine_config(config.train)
+    if config.train.decode_prompts and score is None:
+        raise ValueError("train.decode_prompts: no score was handed to the trainer")
+    check_optimizer(config.train, config.target.device != "cpu" and torch.cuda.is_available())
     ranks = join(config.target.device, config.train.threads)
-    _train(config, run, ranks)
+    ranks.say_when_terminated()
+    watching = ranks.watch()
+    try:
+        _train(config, run, ranks, score)
+    except RuntimeError as error:
+        if ended := ranks.ended(wait=2.0):
+            raise TrainingFailed(ended) from error
+        raise
+    watching.set()
     leave()  # not after an error: the others may be waiting in a collective, and the launcher ends them
 
 
-def _train(config: RecipeConfig, run: Path, ranks: Ranks) -> None:
-    t, folder = config.train, run / "training"
+def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -> None:
+    folder = run / "training"
+    place = resume_from(folder / "checkpoints", ranks)
+    if place:
+        accumulate = checkpoint.accumulation(place, config.train.accumulate, ranks.world)
+        config = replace(config, train=replace(config.train, accumulate=accumulate))
+    t = config.train
     head = build_head(config, run, ranks.device)
-    depths, draft_k = head.config.unroll, max(config.eval.k)
     store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
+    if t.decode_prompts and not valid:
+        raise ValueError("train.decode_prompts: there are no validation rows; set data.valid, or leave it out")
     parts = ranks.world * t.accumulate
     plan = Plan([min(row.tokens, t.batch_tokens) for row in rows], t.batch_tokens, config.seed, parts)
     steps = t.steps or (plan.steps_of(t.epochs) if t.epochs else None)
 
-    engine, guard = start_engine(head, config, ranks)
     expected = {
-        "zero_stage": t.zero_stage, "precision": t.precision, "optimizer": t.optimizer, "parts": parts,
-        "mapping": checkpoint.mapping_hash(head), "data": data_fingerprint(config, rows),
+        "precision": t.precision, "optimizer": t.optimizer, "ema": t.ema, "mapping": checkpoint.mapping_hash(head),
+        "data": data_fingerprint(config, rows),
     }  # fmt: skip
-    state = {"step": 0, "elapsed": 0.0, "skipped": 0, "bad": 0, "tau": None}
-    place = resume_from(folder / "checkpoints", ranks)
+    state: dict[str, Any] = {
+        "step": 0, "elapsed": 0.0, "skipped": 0, "spikes": 0, "bad": 0, "tau": None, "best": None, "stale": 0,
+    }  # fmt: skip
     if place:
-        state = checkpoint.load(engine, place, expected, ranks)
+        state = checkpoint.check(place, expected)
+        checkpoint.load_weights(head, place)
+    snapshot = Snapshot(head)
+    engine = start_engine(head, config, ranks)
+    shards, guard = Shards(engine, ranks), Guard(engine, t, ranks)
+    average = Average(shards, t.ema) if t.ema else None
+    if place:
+        checkpoint.load_moments(place, state["updates"], shards, average)
+        guard.restore(state["guard"])
     step = state["step"]
     log = TrainLog(config, run, ranks, step)
     log.say(f"{place.name}: going on from step {step}" if place else f"{len(rows)} rows, {len(valid)} for validation")
+    if place and state["world"] != ranks.world:
+        log.say(f"written by {state['world']} processes, now {ranks.world} with train.accumulate={t.accumulate}")
 
     clock = Clock(steps, t.seconds, t.warmup, state["elapsed"])
     reader = Reader(store, rows, counts_RD, plan, ranks.rank, ranks.world, first=step)
-    best = Best(folder, ranks, engine, torch.bfloat16 if t.precision == "bf16" else torch.float32)
-    tally, watch = Tally(depths, ranks.device), Stopwatch(ranks.device)
+    dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
+    best = Best(folder, ranks, dtype)
+    tally, watch = Tally(head.config, t, ranks.device), Stopwatch(ranks.device, Collectives(ranks.device))
 
     def validate(share: float) -> None:
-        began = time.monotonic()
-        found = evaluate(engine, store, valid, draft_k, t.batch_tokens, ranks)
-        if found is None:
+        if not valid:
             return
+        began = time.monotonic()
+        with snapshot.of(engine, shards, average) as served:
+            facts = vars(simulate(served, store, valid, max(config.eval.k), t.batch_tokens, ranks))
+            tau = facts["tau"]
+            if score and t.decode_prompts:
+                tau = facts["decoded_tau"] = ranks.agree(score(served) if ranks.first else None)
+            best.offer(served, facts, tau, step)
         clock.reserve = ranks.agree(time.monotonic() - began)
-        best.offer(found, step)
-        state["tau"] = found.tau
-        log.write({"step": step, "share": share, **vars(found)})
+        better = state["best"] is None or tau > state["best"]
+        state.update(tau=tau, best=tau if better else state["best"], stale=0 if better else state["stale"] + 1)
+        log.write({"step": step, "share": share, **facts})
+
+    def progress() -> float:
+        return 1.0 if t.patience and state["stale"] >= t.patience else ranks.agree(clock.progress(step))
 
     try:
         if step == 0:
             validate(0.0)
-        share = ranks.agree(clock.progress(step))
+        share = progress()
         while share < 1:
             lr = set_lr(engine, config, clock.share(share, step + 1, t.schedule, t.min_lr))
             watch.exact = (step + 1) % t.log_every == 0
-            outputs = optimizer_step(engine, reader, tally, watch, t.accumulate, ranks)
+            guard.reset()
+            first = step * parts + ranks.rank  # this process's first micro-batch of the step, of all in the run
+            seeds = [config.seed * SEEDS + first + n * ranks.world for n in range(t.accumulate)]
+            outputs = optimizer_step(engine, reader, tally, watch, seeds, ranks)
+            guard.settle()
             step += 1
-            norm = guard.norm if guard else float(engine.get_global_grad_norm())
-            state["bad"] = 0 if math.isfinite(norm) else state["bad"] + 1
-            state["skipped"] += not math.isfinite(norm)
+            count_skipped(state, guard)
             if state["bad"] >= BAD_IN_A_ROW:
-                raise TrainingFailed(bad_rows(outputs, step, ranks))
+                raise TrainingFailed(bad_rows(outputs, step, guard.reason, ranks))
+            if average and guard.reason is None:
+                average.update(step - state["skipped"])
             share = ranks.agree(clock.progress(step))
             if step % t.log_every == 0 or share >= 1:
-                facts = {"lr": lr, "epoch": plan.epoch_of(step - 1), "grad_norm": norm if math.isfinite(norm) else None}
-                facts |= {"skipped": state["skipped"], "valid_tau": state["tau"], **clock.facts(share)}
-                log.write({"step": step, "share": share, **tally.read(ranks), **facts, **watch.read()})
+                norm = guard.norm if math.isfinite(guard.norm) else None
+                facts = {"lr": lr, "epoch": plan.epoch_of(step - 1), "grad_norm": norm, "valid_tau": state["tau"]}
+                facts |= {key: state[key] for key in ("skipped", "spikes")} | clock.facts(share)
+                log.write({"step": step, "share": share, **tally.read(ranks), **facts, "seconds": watch.read(),
+                           **memory(ranks.device)})
             if share >= 1 or step % t.eval_every == 0:
                 validate(share)
+                if share < 1 and progress() == 1:
+                    share = 1.0
+                    log.say(f"{t.patience} evaluations in a row without a better τ (train.patience): stopping here")
             if share >= 1 or step % t.save_every == 0:
-                state |= {"step": step, "elapsed": clock.elapsed, **expected}
-                checkpoint.save(engine, folder / "checkpoints", state, t.keep, ranks)
-        best.finish(step, run / "head")
+                state |= {"step": step, "elapsed": clock.elapsed, "parts": parts, "guard": guard.state(), **expected}
+                with snapshot.of(engine, shards, average) as served:
+                    checkpoint.save(
+                        folder / "checkpoints", state, served, dtype, shards, average, t.keep, ranks
+                    )  # fmt: skip
+        with snapshot.of(engine, shards, average) as served:
+            best.finish(served, step, run / "head")
         log.say(f"{step} steps ({state['skipped']} skipped), best: {best.step}; the head is in {run / 'head'}")
     finally:
         reader.close()
         log.close()
+        watch.collectives.release()
 
 
 # ------------------------------------------------------------------------------------------------- the start
@@ -176,19 +229,20 @@ def data_fingerprint(config: RecipeConfig, rows: list) -> str:
     return fingerprint([config.seed, config.train.batch_tokens, [(row.id, row.tokens) for row in rows]])
 
 
-def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> tuple[Any, Guard | None]:
-    """The DeepSpeed engine around the head alone; at stage 0 in fp32 also the guard that clips and skips."""
+def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> Any:
+    """The DeepSpeed engine around the head alone."""
     import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
 
     settings = engine_config(config.train)
-    head.to(ranks.device)
-    head.register_forward_hook(lambda _head, _inputs, output: tuple(vars(output).values()))  # see optimizer_step
+    model = Answer(head.to(ranks.device))
     if config.train.optimizer == "muon" and ranks.device.type == "cpu":
         torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon, on a CPU with a C++ compiler and for long
     optimizer = make_optimizer(head, config.train)
     with quiet():
-        engine, *_ = deepspeed.initialize(model=head, optimizer=optimizer, config=settings)
-    return engine, None if settings["zero_optimization"]["stage"] else Guard(optimizer, config.train.clip)
+        set_z3_leaf_modules(model, [Answer])  # a head computes with its weights outside of the modules they belong to
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
 
 
 def resume_from(folder: Path, ranks: Ranks) -> Path | None:
@@ -206,20 +260,20 @@ def set_lr(engine: Any, config: RecipeConfig, share: float) -> float:
 
 
 def optimizer_step(
-    engine: Any, reader: Reader, tally: Tally, watch: Stopwatch, accumulate: int, ranks: Ranks
+    engine: Any, reader: Reader, tally: Tally, watch: Stopwatch, seeds: list[int], ranks: Ranks
 ) -> list[tuple[Tensor, list[str]]]:
     """Runs the micro-batches of one optimizer step; returns the loss and row ids of each.
 
-    DeepSpeed prepares its backward pass by hooks on the forward's output, and finds the tensors of a tuple but not
-    those of a dataclass; without them bf16 gradients of earlier micro-batches count again. So the head answers the
-    engine with a tuple.
+    seeds: one per micro-batch, of the random numbers a head draws. They go by the micro-batch's number in the run, so
+    that these do not depend on the process that has it, nor on where the run was resumed.
     """
     outputs, dtype = [], next(engine.module.parameters()).dtype
     watch.mark(None)
-    for _ in range(accumulate):
+    for seed in seeds:
         batch = reader.next().to(ranks.device, dtype)
+        torch.manual_seed(seed % 2**63)
         watch.mark("data")
-        output = HeadOutput(*engine(batch))
+        output = answer(engine, batch)
         watch.mark("forward")
         engine.backward(poisoned(output.loss))
         watch.mark("backward")
@@ -228,6 +282,7 @@ def optimizer_step(
         tally.add(output, batch)
         outputs.append((output.loss.detach(), batch.rows))
     tally.steps += 1
+    watch.end_step()
     return outputs
 
 
@@ -236,97 +291,22 @@ def poisoned(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
-def bad_rows(outputs: list[tuple[Tensor, list[str]]], step: int, ranks: Ranks) -> str:
+def count_skipped(state: dict[str, Any], guard: Guard) -> None:
+    state["bad"] = 0 if guard.reason is None else state["bad"] + guard.failing
+    state["skipped"] += guard.reason is not None
+    state["spikes"] += guard.reason == "a spike"
+
+
+def bad_rows(outputs: list[tuple[Tensor, list[str]]], step: int, reason: str | None, ranks: Ranks) -> str:
+    """The message of a run that stops; names the rows of non-finite losses, else all of the last step."""
     bad = [row for loss, rows in outputs if not bool(loss.isfinite()) for row in rows]
-    suspects = [row for rows in ranks.gather(bad or [row for _, rows in outputs for row in rows]) for row in rows]
+    found = ranks.gather((bad, [row for _, rows in outputs for row in rows]))
+    suspects = [row for bad, _ in found for row in bad] or [row for _, rows in found for row in rows]
+    what = (
+        "the gradient's norm was a spike (train.spike)" if reason == "a spike"
+        else "the loss or its gradient was not finite"
+    )  # fmt: skip
     return (
-        f"the loss or its gradient was not finite in {BAD_IN_A_ROW} optimizer steps in a row, up to step {step}; "
+        f"{what} in {BAD_IN_A_ROW} optimizer steps in a row, up to step {step}; "
         f"rows of the last one: {', '.join(suspects[:20])}. Check these captures, or lower train.lr"
     )
-
-
-@contextlib.contextmanager
-def resting(engine: Any) -> Iterator[Head]:
-    """The head in eval mode and without gradients."""
-    head = engine.module
-    head.eval()
-    try:
-        with torch.no_grad():
-            yield head
-    finally:
-        head.train()
-
-
-def evaluate(
-    engine: Any, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks
-) -> Acceptance | None:
-    """Simulated greedy chain decoding with k drafts over validation rows, shared by the processes; None without any."""
-    if not rows:
-        return None
-    steps_K1 = torch.zeros(k + 1, dtype=torch.long)
-    with resting(engine) as head:
-        for chosen in packed(rows[ranks.rank :: ranks.world], batch_tokens):
-            batch: Batch = collate([store.read(row) for row in chosen], [row.id for row in chosen])
-            on_device = batch.to(ranks.device, next(head.parameters()).dtype)
-            drafts_NK = head.draft_all(on_device, k).cpu()
-            accepted = accepted_chain(drafts_NK, batch.argmax_N, batch.supervised_N, batch.cu_R1, k)
-            steps_K1 += torch.bincount(torch.tensor(accepted, dtype=torch.long), minlength=k + 1)
-    return from_histogram(ranks.sum(steps_K1.to(ranks.device)).cpu())
-
-
-def packed(rows: list, budget: int) -> Iterator[list]:
-    """Rows in order, in groups of at most `budget` tokens (a longer row is a group of its own)."""
-    group: list = []
-    for row in rows:
-        if group and sum(r.tokens for r in group) + row.tokens > budget:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
-class Best:
-    """The head with the highest simulated τ: training/best/step-N, named by training/best.json."""
-
-    def __init__(self, folder: Path, ranks: Ranks, engine: Any, dtype: torch.dtype):
-        self.folder, self.ranks, self.engine, self.dtype = folder, ranks, engine, dtype
-        self.path = folder / "best.json"
-        known = ranks.agree(read_json(self.path) if ranks.first and self.path.is_file() else None)
-        self.step, self.tau = (known["step"], known["tau"]) if known else (None, None)
-
-    def offer(self, found: Acceptance, step: int) -> None:
-        """Keeps the present head when it is at least as good as the best so far. Every process must call it."""
-        if self.tau is not None and (found.tau or 0) < self.tau:
-            return
-        self._keep(step, vars(found))
-
-    def _keep(self, step: int, facts: dict[str, Any]) -> None:
-        place = self.folder / "best" / f"step-{step:08d}"
-        if self.ranks.first:
-            save_head(self.engine.module, place, self.dtype)
-        self.step, self.tau = step, facts["tau"]
-        if self.ranks.first:
-            write_json(self.path, {"step": step, **facts, "folder": str(place.relative_to(self.folder))})
-            for old in place.parent.iterdir():
-                if old != place:
-                    shutil.rmtree(old)
-
-    def finish(self, step: int, head_folder: Path) -> None:
-        """Writes run/head: the best head, or without validation rows the last one. Every process must call it."""
-        if self.tau is None:
-            self._keep(step, {"tau": None, "alpha": None})
-        if self.ranks.first:
-            copy_head(self.folder / read_json(self.path)["folder"], head_folder)
-        self.ranks.barrier()
-
-
-def copy_head(source: Path, folder: Path) -> None:
-    """Copies a head folder file by file, each whole or absent; config.json last."""
-    from headtrain.files import writing
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
-        with writing(folder / path.name) as part:
-            shutil.copyfile(path, part)
-    fsync_folder(folder)

@@ -45,11 +45,11 @@ def train(toy, monkeypatch):
 
 @pytest.fixture
 def weights():
-    """weights(run): the fp32 weights in the newest checkpoint."""
+    """weights(run): the fp32 weights and the buffers in the newest checkpoint."""
     from safetensors.torch import load_file
 
     def read(run: Path):
-        return load_file(sorted((run / "training" / "checkpoints").glob("step-*"))[-1] / "head.safetensors")
+        return load_file(sorted((run / "training" / "checkpoints").glob("step-*"))[-1] / "weights.safetensors")
 
     return read
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headtrain.training.checkpoint import CheckpointError, damage, latest
+from headtrain.training.checkpoint import VERSION, CheckpointError, accumulation, damage, latest
 
 TOY = str(Path(__file__).with_name("toy.py"))
 
@@ -30,6 +30,9 @@ def same(a: dict, b: dict) -> bool:
         {"precision": "bf16", "accumulate": 2},
         {"zero_stage": 1},
         {"zero_stage": 2, "precision": "bf16"},
+        {"zero_stage": 3, "accumulate": 2},
+        {"zero_stage": 3, "precision": "bf16", "ema": 0.9},
+        {"ema": 0.9, "noise": 0.1, "spike": 1.5},
         {"optimizer": "muon"},
         {"optimizer": "muon", "precision": "bf16"},
     ],
@@ -97,9 +100,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(train, tmp_path, har
     folder = tmp_path / "training" / "checkpoints"
     newest = folder / "step-00000004"
     if harm == "missing":
-        next((newest / "engine").iterdir()).unlink()
+        (newest / "exp_avg.safetensors").unlink()
     elif harm == "shorter":
-        with open(newest / "head.safetensors", "r+b") as handle:
+        with open(newest / "head" / "model.safetensors", "r+b") as handle:
             handle.truncate(50)
     else:
         (newest / "state.json").write_text("{")
@@ -114,21 +117,34 @@ def test_a_checkpoint_holds_the_head_and_nothing_of_the_target(toy, train, tmp_p
     train(tmp_path, steps=2, precision=precision)
     place = next((tmp_path / "training" / "checkpoints").iterdir())
     head = toy.toy_head()
-    held = load_file(place / "head.safetensors")
-    assert held.keys() == head.state_dict().keys()
-    assert all(held[name].dtype == torch.float32 for name, _ in head.named_parameters())
-    parameters = sum(p.numel() for p in head.parameters())
-    names = ("*_states.pt", "head.safetensors")
-    size = sum(path.stat().st_size for name in names for path in place.rglob(name))
-    assert 12 * parameters < size < 20 * parameters + 40_000  # the rest: headers, generator states
+    held = {path.stem: load_file(path) for path in place.glob("*.safetensors")}
+    parameters = {name for name, _ in head.named_parameters()}
+    assert set(held) == {"weights", "exp_avg", "exp_avg_sq"}
+    assert held["weights"].keys() == head.state_dict().keys()
+    assert held["exp_avg"].keys() == held["exp_avg_sq"].keys() == parameters
+    assert all(tensors[name].dtype == torch.float32 for tensors in held.values() for name in parameters)
+    count = sum(p.numel() for p in head.parameters())
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    assert size < (14 if precision == "bf16" else 16) * count + 16_000  # the rest: headers, buffers, config
 
 
-def test_another_number_of_processes_is_refused_with_a_way_out(train, tmp_path):
-    train(tmp_path, steps=2, save_every=2)
-    path = tmp_path / "training" / "checkpoints" / "step-00000002" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"world": 2}))
-    with pytest.raises(CheckpointError, match=r"written by 2 processes and this run has 1.*gpus=2.*head.init_from"):
-        train(tmp_path, steps=4)
+def test_the_head_in_a_checkpoint_is_the_trained_one_in_the_layout_that_is_served(toy, train, weights, tmp_path):
+    train(tmp_path, steps=3, save_every=3)
+    served = toy.read_head(next((tmp_path / "training" / "checkpoints").iterdir()) / "head")
+    held = weights(tmp_path)
+    assert torch.equal(served.fc.weight, held["fc.weight"] * held["feature_scale"])
+    assert torch.equal(served.lm_head.weight, held["lm_head.weight"])
+
+
+def test_a_number_of_processes_that_cannot_share_the_micro_batches_is_refused_with_a_way_out(tmp_path):
+    place = tmp_path / "step-00000002"
+    place.mkdir()
+    (place / "state.json").write_text(json.dumps({"version": VERSION, "world": 4, "parts": 8}))
+    assert [accumulation(place, 2, world) for world in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(CheckpointError, match=r"4 processes with 8 micro-batches .* 3 processes .*divides 8"):
+        accumulation(place, 2, 3)
+    with pytest.raises(CheckpointError, match=r"set train.accumulate=2"):
+        accumulation(place, 1, 4)
 
 
 def test_another_draft_vocab_or_other_rows_are_refused(toy, train, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from headtrain.config import RecipeConfig
-from headtrain.training.launch import command, processes, status
+from headtrain.training.launch import command, from_slurm, processes, status
 from headtrain.training.parent import PARENT, start_time
 
 TOY = str(Path(__file__).with_name("toy.py"))
@@ -100,32 +102,142 @@ def launched(recipe: RecipeConfig, *arguments: str, timeout: float = 120) -> sub
     )
 
 
+def logged(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "training" / "log.jsonl").read_text().splitlines()]
+
+
 def test_two_processes_train_the_weights_of_one_with_the_same_global_batch(toy, train, weights, tmp_path, free_port):
-    variants = {
-        "zero0": {}, "zero1": {"zero_stage": 1}, "zero2": {"zero_stage": 2},
-        "bf16": {"precision": "bf16", "log_every": 6}, "muon": {"precision": "bf16", "optimizer": "muon"},
-    }  # fmt: skip
+    variants = {f"{precision}-zero{stage}": {"precision": precision, "zero_stage": stage}
+                for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)}  # fmt: skip
+    variants |= {"bf16-muon": {"precision": "bf16", "optimizer": "muon"}}
+    variants |= {"fp32-noise": {"zero_stage": 3, "precision": "fp32", "noise": 0.1, "ema": 0.9}}
     arguments = []
     for name, options in variants.items():
         toy.make_run(tmp_path / name)
-        arguments += [str(tmp_path / name), json.dumps({"steps": 6} | options)]
-    ended = launched(config(gpus=2, master_port=free_port), *arguments)
+        arguments += [str(tmp_path / name), json.dumps({"steps": 6, "log_every": 1} | options)]
+    ended = launched(config(gpus=2, master_port=free_port), *arguments, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    before, single = toy.toy_head().state_dict(), {}
     for name, options in variants.items():
-        exact = options.get("precision") != "bf16"  # in bf16 rounding differs with the packing of a sum
-        single = {key: value for key, value in options.items() if key != "zero_stage"}
-        log = train(tmp_path / f"{name}-one", steps=6, accumulate=2, **single)
-        one, two, before = weights(tmp_path / f"{name}-one"), weights(tmp_path / name), toy.toy_head().state_dict()
+        kind = tuple(sorted((key, value) for key, value in options.items() if key != "zero_stage"))
+        if kind not in single:
+            run = tmp_path / f"one-{len(single)}"
+            single[kind] = train(run, steps=6, log_every=1, accumulate=2, **dict(kind)), weights(run)
+        log, one = single[kind]
+        exact, two = name.startswith("fp32"), weights(tmp_path / name)
         for key in ("fc.weight", "mix.weight", "lm_head.weight", "norm"):
             apart, moved = (one[key] - two[key]).abs(), (one[key] - before[key]).abs()
+            # two processes add up gradients that were rounded to bf16 apart, and AdamW's first steps amplify that
             assert apart.max() < 1e-4 if exact else apart.mean() < 0.1 * moved.mean(), (name, key)
-        both = [json.loads(line) for line in (tmp_path / name / "training" / "log.jsonl").read_text().splitlines()]
-        for a, b in zip(log, both, strict=True):
+        for a, b in zip(log, logged(tmp_path / name), strict=True):
             assert a.get("tokens") == b.get("tokens") and a.get("steps") == b.get("steps")
             if "loss" in a:
-                assert a["loss"] == pytest.approx(b["loss"], rel=1e-5 if exact else 1e-3)
-        states = list((tmp_path / name / "training" / "checkpoints").glob("*/rng-*.safetensors"))
-        assert len(states) == 2
+                assert a["loss"] == pytest.approx(b["loss"], rel=1e-4 if exact else 1e-3), name
+                assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4 if exact else 1e-2), name
+            elif exact:
+                assert a["tau"] == b["tau"]
+        assert set(logged(tmp_path / name)[-2]["seconds"]) >= {"communication"}
+
+
+def test_a_run_resumes_with_another_number_of_processes_as_if_it_had_always_had_it(
+    toy, train, weights, tmp_path, free_port
+):
+    """Stopped after step 4 of 8 with two processes and gone on with one, and the other way round; other ZeRO stages."""
+    common = {"steps": 8, "save_every": 4, "keep": 9, "noise": 0.1, "ema": 0.9, "log_every": 1, "spike": 50.0}
+    train(tmp_path / "one", accumulate=2, **common)
+    going = tmp_path / "one-to-two"
+    for run in ("two", "one-to-two"):
+        toy.make_run(tmp_path / run)
+    shutil.copytree(tmp_path / "one" / "training" / "checkpoints" / "step-00000004",
+                    going / "training" / "checkpoints" / "step-00000004")  # fmt: skip
+    ended = launched(
+        config(gpus=2, master_port=free_port),
+        str(tmp_path / "two"), json.dumps(common | {"zero_stage": 2}),
+        str(going), json.dumps(common | {"zero_stage": 3}),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step-00000004: going on from step 4\nwritten by 1 processes, now 2 with train.accumulate=1" in ended.stdout
+    back = tmp_path / "two-to-one"
+    shutil.copytree(tmp_path / "two" / "training" / "checkpoints" / "step-00000004",
+                    back / "training" / "checkpoints" / "step-00000004")  # fmt: skip
+    toy.make_run(back)
+    train(back, zero_stage=1, **common)  # train.accumulate is 1: the checkpoint says that a step has two micro-batches
+    expected, losses = weights(tmp_path / "one"), [line["loss"] for line in logged(tmp_path / "one") if "loss" in line]
+    for run in ("two", "one-to-two", "two-to-one"):
+        found = weights(tmp_path / run)
+        assert all(torch.allclose(found[name].float(), expected[name].float(), atol=1e-4) for name in expected), run
+        mine = [line["loss"] for line in logged(tmp_path / run) if "loss" in line]
+        assert mine == pytest.approx(losses[-len(mine) :], rel=1e-4), run
+
+
+def test_data_that_does_not_divide_by_the_processes_ends_on_all_of_them_at_once(toy, tmp_path, free_port):
+    """Five rows, one to a micro-batch, two processes: two steps of one epoch, with the same end for both."""
+    toy.make_run(tmp_path, train=5)
+    ended = launched(
+        config(gpus=2, master_port=free_port), str(tmp_path),
+        json.dumps({"steps": None, "epochs": 1, "batch_tokens": 20, "log_every": 1}),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [line["step"] for line in logged(tmp_path) if "loss" in line] == [1, 2]
+    assert (tmp_path / "head" / "config.json").is_file()
+
+
+def rank_pids(launcher: int) -> dict[str, int]:
+    """The training processes under a launcher's process: rank -> pid."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (path / "environ").read_bytes().split(b"\0") if parent == launcher else []
+        except OSError:
+            continue
+        found |= {word[5:].decode(): int(path.name) for word in words if word.startswith(b"RANK=")}
+    return found
+
+
+def test_kill_9_of_one_process_ends_the_job_in_seconds_and_names_it(toy, tmp_path, free_port):
+    toy.make_run(tmp_path)
+    argv, env = command(config(gpus=2, master_port=free_port), ["stage"])
+    argv = [word for word in argv[: argv.index("headtrain")] if word != "--module"]
+    options = {"steps": 10**6, "log_every": 1, "eval_every": 10**6, "save_every": 10**6}
+    job = subprocess.Popen(
+        [*argv, TOY, str(tmp_path), json.dumps(options)],
+        env=os.environ | env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while status(tmp_path) is None or status(tmp_path)["step"] < 5:
+            assert job.poll() is None, job.stderr.read()
+            time.sleep(0.1)
+        victim = rank_pids(job.pid)["1"]
+        os.kill(victim, signal.SIGKILL)
+        said = job.communicate(timeout=60)[1]
+    finally:
+        job.kill()
+    assert job.returncode != 0
+    assert f"training process 1 (pid {victim}) of 2 has ended before the others" in said
+
+
+def slurm(**more) -> dict[str, str]:
+    return {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"} | more
+
+
+@pytest.mark.parametrize(
+    ("nodes", "master"),
+    [("gpu[003-006,9],other", "gpu003"), ("a1,a2", "a1"), ("solo", "solo"), ("n[7,9]-ib", "n7-ib")],
+)
+def test_a_task_of_srun_knows_its_place(nodes, master):
+    assert from_slurm(slurm(SLURM_STEP_NODELIST=nodes), 29500) == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": master, "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
+def test_srun_is_not_seen_where_there_is_another_launcher_or_only_the_jobs_script():
+    nodes = {"SLURM_STEP_NODELIST": "a1"}
+    assert from_slurm(slurm(RANK="0", **nodes), 1) == from_slurm(slurm(SLURM_NTASKS="1", **nodes), 1) == {}
+    script = slurm(**nodes)
+    del script["SLURM_STEP_ID"]
+    assert from_slurm(script, 1) == {}
+    assert from_slurm(slurm(MASTER_ADDR="here", MASTER_PORT="7", **nodes), 1)["MASTER_ADDR"] == "here"
 
 
 def test_a_failing_process_ends_the_others_and_shows_its_error(toy, tmp_path, free_port):

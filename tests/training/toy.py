@@ -93,19 +93,21 @@ class ToyHead(Head):
         d2t, t2d = mapping(torch.arange(40), VOCAB)
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
-        self.lent = {}
+        self.register_buffer("feature_scale", torch.ones(TAPS * HIDDEN))
+        self._lent, self.noise = {}, 0.0
 
     def attach(self, embedding, lm_head=None):
-        self.lent = {"embedding": embedding, "teacher": lm_head[self.t2d]}
+        self._lent = {"embedding": embedding, "teacher": lm_head[self.t2d]}
 
     def step(self, tokens, features):
-        embedded = self.lent["embedding"].to(features.dtype)[tokens]
+        embedded = self._lent["embedding"].to(features.dtype)[tokens]
         return self.norm * torch.tanh(self.mix(torch.cat([embedded, features], -1)))
 
     def forward(self, batch: Batch) -> HeadOutput:
         trained, reach = trained_pairs(batch.supervised_N, batch.argmax_N, self.t2d, batch.cu_R1, DEPTHS)
-        teacher = (batch.last_NT @ self.lent["teacher"].to(batch.last_NT.dtype).T).float().softmax(-1)
-        hidden, sums, correct = self.fc(batch.taps_NAT.flatten(1)), [], []
+        teacher = (batch.last_NT @ self._lent["teacher"].to(batch.last_NT.dtype).T).float().softmax(-1)
+        taps = batch.taps_NAT.flatten(1) * self.feature_scale.to(batch.taps_NAT.dtype)
+        hidden, sums, correct = self.fc(taps + self.noise * torch.rand_like(taps)), [], []
         for depth in range(DEPTHS):
             hidden = self.step(batch.ids_N.roll(-1 - depth), hidden)
             logits = self.lm_head(hidden).float()
@@ -121,7 +123,8 @@ class ToyHead(Head):
         )
 
     def draft_all(self, batch: Batch, depths: int):
-        tokens, features, drafts = batch.ids_N.roll(-1), self.fc(batch.taps_NAT.flatten(1)), []
+        taps = batch.taps_NAT.flatten(1) * self.feature_scale.to(batch.taps_NAT.dtype)
+        tokens, features, drafts = batch.ids_N.roll(-1), self.fc(taps), []
         for _ in range(depths):
             features = self.step(tokens, features)
             tokens = self.to_target_ids(self.lm_head(features).argmax(-1))
@@ -129,15 +132,32 @@ class ToyHead(Head):
         return torch.stack(drafts, 1)
 
     def portable_tensors(self):
-        return dict(self.state_dict())
+        tensors = dict(self.state_dict())
+        tensors["fc.weight"] = tensors["fc.weight"] * tensors.pop("feature_scale")
+        return tensors
 
     def portable_config(self, dtype):
         return {"headtrain": self.config.to_dict()}
 
 
-def toy_head(*_) -> ToyHead:
+def toy_head(config: RecipeConfig | None = None, *_) -> ToyHead:
+    """The untrained toy; `train.noise` of the config is noise on its features, which also get a size."""
     head = ToyHead()
     head.attach(*language()[:2])
+    head.noise = config.train.noise if config else 0.0
+    with torch.no_grad():
+        head.feature_scale[:] = torch.linspace(0.5, 2, TAPS * HIDDEN)
+        head.fc.weight /= head.feature_scale
+    return head
+
+
+def read_head(folder: Path) -> ToyHead:
+    """The head in a folder that `save_head` wrote."""
+    from safetensors.torch import load_file
+
+    head = toy_head()
+    head.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    head.feature_scale.fill_(1.0)
     return head
 
 
@@ -168,7 +188,7 @@ def kill_at(step: int) -> None:
 
     def flush(part: Path) -> None:
         if part.name == f".step-{step:08d}.part":
-            with open(part / "head.safetensors", "r+b") as handle:
+            with open(part / "weights.safetensors", "r+b") as handle:
                 handle.truncate(100)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,0 +1,90 @@
+"""Which head a run ends with: the one with the highest τ on validation data, and when more training is no use.
+
+Shapes: K draft tokens.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headtrain.data_gen.store import CaptureStore
+from headtrain.files import fsync_folder, read_json, write_json, writing
+from headtrain.heads.base import Batch, Head, save_head
+from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram
+from headtrain.training.batches import collate
+from headtrain.training.ranks import Ranks
+
+
+def simulate(head: Head, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks) -> Acceptance:
+    """Simulated greedy chain decoding with k drafts over validation rows, which the processes share.
+
+    Every process must call it.
+    """
+    steps_K1 = torch.zeros(k + 1, dtype=torch.long)
+    for chosen in packed(rows[ranks.rank :: ranks.world], batch_tokens):
+        batch: Batch = collate([store.read(row) for row in chosen], [row.id for row in chosen])
+        drafts_NK = head.draft_all(batch.to(ranks.device, next(head.parameters()).dtype), k).cpu()
+        accepted = accepted_chain(drafts_NK, batch.argmax_N, batch.supervised_N, batch.cu_R1, k)
+        steps_K1 += torch.bincount(torch.tensor(accepted, dtype=torch.long), minlength=k + 1)
+    return from_histogram(ranks.sum(steps_K1.to(ranks.device)).cpu())
+
+
+def packed(rows: list, budget: int) -> Iterator[list]:
+    """Rows in order, in groups of at most `budget` tokens (a longer row is a group of its own)."""
+    group: list = []
+    for row in rows:
+        if group and sum(r.tokens for r in group) + row.tokens > budget:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+class Best:
+    """The head with the highest τ: training/best/step-N, named by training/best.json."""
+
+    def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype):
+        self.folder, self.ranks, self.dtype = folder, ranks, dtype
+        self.path = folder / "best.json"
+        known = ranks.agree(read_json(self.path) if ranks.first and self.path.is_file() else None)
+        self.step, self.tau = (known["step"], known.get("decoded_tau") or known["tau"]) if known else (None, None)
+
+    def offer(self, head: Head, facts: dict[str, Any], tau: float, step: int) -> None:
+        """Keeps the head when its τ is at least as high as the best so far. Every process must call it."""
+        if self.tau is None or tau >= self.tau:
+            self._keep(head, facts, step)
+            self.tau = tau
+
+    def _keep(self, head: Head, facts: dict[str, Any], step: int) -> None:
+        self.step = step
+        if not self.ranks.first:
+            return
+        place = self.folder / "best" / f"step-{step:08d}"
+        save_head(head, place, self.dtype)
+        write_json(self.path, {"step": step, **facts, "folder": str(place.relative_to(self.folder))})
+        for old in place.parent.iterdir():
+            if old != place:
+                shutil.rmtree(old)
+
+    def finish(self, head: Head, step: int, head_folder: Path) -> None:
+        """Writes run/head: the best head, or without validation rows the last one. Every process must call it."""
+        if self.tau is None:
+            self._keep(head, {"tau": None, "alpha": None}, step)
+        if self.ranks.first:
+            copy_head(self.folder / read_json(self.path)["folder"], head_folder)
+        self.ranks.barrier()
+
+
+def copy_head(source: Path, folder: Path) -> None:
+    """Copies a head folder file by file, each whole or absent; config.json last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+        with writing(folder / path.name) as part:
+            shutil.copyfile(path, part)
+    fsync_folder(folder)
