@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from headtrain.config import HeadSection, TrainConfig
 from headtrain.engines import check_taps, default_taps
@@ -218,30 +219,40 @@ class Eagle3Head(Head):
         layout(depth): the segments whose slots go on to that depth, each slot of them one of the depth before.
         embed_next(depth, slots) gives the embedding half of q/k/v, [M, (G J + 2 J) D], for the token each slot reads.
         """
-        _, w_hidden = self._projections()
-        scale = self.config.head_dim**-0.5
+        run = partial(checkpoint, self._depth, use_reentrant=False) if self.rules.checkpointing else self._depth
         everywhere = torch.arange(len(batch.ids_N), device=batch.ids_N.device)
         diagonals: list[tuple[Tensor, Tensor]] = []
+        slots, features, first = everywhere, features_NH, None
         for depth in range(depths):
             segments = layout(depth)
             if not segments:
                 return
+            before, slots = slots, _slots(segments, everywhere)
+            if depth and len(slots) < len(before):
+                kept = torch.searchsorted(before, slots)
+                features, diagonals = features[kept], [(k[kept], v[kept]) for k, v in diagonals]
+            normed, features, *own = run(batch, depth, slots, segments, features, first, diagonals, embed_next)
             if depth == 0:
-                slots = _slots(segments, everywhere)
-                qkv = embed_next(0, everywhere) + F.linear(self._normed(features_NH), w_hidden)
-                q_NGJD, k_NJD, v_NJD = self._split(qkv, batch.positions_N)
-                q, features = q_NGJD[slots], features_NH[slots]
+                first = own
             else:
-                before, slots = slots, _slots(segments, everywhere)
-                if len(slots) < len(before):
-                    kept = torch.searchsorted(before, slots)
-                    features, diagonals = features[kept], [(k[kept], v[kept]) for k, v in diagonals]
-                qkv = embed_next(depth, slots) + F.linear(self._normed(features), w_hidden)
-                q, k, v = self._split(qkv, batch.positions_N[slots] + depth)
-                diagonals.append((k, v))
-            attended = depth_attention(q, k_NJD, v_NJD, diagonals, segments, scale)
-            normed, features = self._finish(self._residual(features), attended)
+                diagonals = [*diagonals, own]
             yield slots, normed
+
+    def _depth(self, batch: Batch, depth: int, slots: Tensor, segments, features, first, diagonals, embed_next):
+        """One depth: (normed output [M, H], hidden fed back [M, H], k, v), from the features of its slots.
+
+        At depth 0 features, keys and values are those of all slots; `first` (k, v) is what later depths get of it.
+        """
+        _, w_hidden = self._projections()
+        reading = torch.arange(len(batch.ids_N), device=slots.device) if depth == 0 else slots
+        qkv = embed_next(depth, reading) + F.linear(self._normed(features), w_hidden)
+        q, k, v = self._split(qkv, batch.positions_N[reading] + depth)
+        if depth == 0:
+            q, features = q[slots], features[slots]
+        k_NJD, v_NJD = (k, v) if depth == 0 else first
+        own = [] if depth == 0 else [(k, v)]
+        attended = depth_attention(q, k_NJD, v_NJD, diagonals + own, segments, self.config.head_dim**-0.5)
+        return *self._finish(self._residual(features), attended), k, v
 
     def forward(self, batch: Batch) -> HeadOutput:
         """Loss Σ_d Σ_pairs weight · objective · parts / count_D[d] over the trained pairs (vocab.trained_pairs).

@@ -183,9 +183,10 @@ def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
     return head
 
 
-def first_rows(store: CaptureStore, tokens: int = 40_000) -> Batch:
-    """The first training rows, by id, with so many tokens in all: what a fresh head is fitted to."""
-    chosen = []
+def first_rows(store: CaptureStore, values: int = 1 << 28) -> Batch:
+    """The first training rows, by id, with so many captured feature values in all, and 40,000 tokens at least: what a
+    fresh head is fitted to."""
+    chosen, tokens = [], max(40_000, values // (len(store.taps) * store.hidden))
     for row in sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id):
         if tokens <= 0:
             break
