@@ -1,6 +1,6 @@
 """One measurement in one fresh process: core-seconds and memory of a training step, or the machine's matmul speed.
 
-`python -m benchmarks.measure '{"case": …, "repeats": 1}'` prints one line of JSON.
+`python -m benchmarks.measure '{"case": …, "repeats": 1, "seed": 0}'` prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def matmul_speed(dtype: str, size: int = 2048, repeats: int = 5) -> dict[str, fl
 
 
 def measure_step(values: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Memory of a first step, then the times of `repeats` more (of the first if there are none)."""
+    """Memory of a first step, then the times of `repeats` more."""
     from benchmarks.peers import specforge_step, speculators_step
     from benchmarks.steps import Case, entropy_sums, headtrain_step, make_inputs, step_flops
 
@@ -100,11 +100,12 @@ def measure_step(values: dict[str, Any], repeats: int) -> dict[str, Any]:
     times = []
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
-        times.append(timed(step)[1])
-    out = result | {"memory": memory, "first": first, "times": times or [first]}
+        answer, spent = timed(step)
+        times.append(spent | {"pairs": sum(answer.get("pairs_D", []))})
+    out = result | {"memory": memory, "first": first, "times": times}
     if case.contender == "headtrain":
         inputs = make_inputs(case)
-        out["flops"] = step_flops(case, inputs.batch, result["pairs_D"])
+        out["flops"] = step_flops(case, inputs.batch)
         if case.dtype == "fp32":
             out["entropy_D"] = entropy_sums(case, inputs)
     return out
@@ -118,6 +119,7 @@ def main() -> None:
     if "matmul" in request:
         print(json.dumps(matmul_speed(request["matmul"])))
     else:
+        torch.manual_seed(request["seed"])  # of the positions that are dropped
         print(json.dumps(measure_step(request["case"], request["repeats"])))
 
 

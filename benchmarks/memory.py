@@ -25,7 +25,7 @@ HALF_BF16 = {"dtype": "bf16", "supervised": 0.5}
 
 def point(case: Case) -> dict[str, Any]:
     """One measurement: memory in MB above where the process stood, and the seconds it took."""
-    answer = run({"case": case.to_dict(), "repeats": 0})
+    answer = run({"case": case.to_dict(), "repeats": 0, "seed": 0})
     memory, core_s = answer["memory"] / 1e6, answer["first"]["core_s"]
     print(f"{case.length:7,} tokens, draft vocabulary {case.draft_vocab:8,}: +{memory:8,.0f} MB", flush=True)
     return {"length": case.length, "draft_vocab": case.draft_vocab, "memory_mb": memory, "core_s": core_s}

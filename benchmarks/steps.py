@@ -159,7 +159,12 @@ def entropy_sums(case: Case, inputs: Inputs) -> list[float]:
     return [entropy[pairs_DN[d].nonzero()[:, 0] + 1 + d].sum().item() for d in range(case.depths)]
 
 
-def step_flops(case: Case, batch: Batch, pairs_D: list[float] | None = None) -> float:
+def expected_pairs(case: Case, batch: Batch) -> Tensor:
+    """Slots that are taught at each depth on average, float64 [D]: dropping leaves a share keep^d of them."""
+    return reachable(case, batch).sum(1) * case.keep ** torch.arange(case.depths, dtype=torch.float64)
+
+
+def step_flops(case: Case, batch: Batch) -> float:
     """Floating-point operations of one training step that no exact implementation avoids; a multiply-add counts as 2.
 
     A matrix product costs 2·rows·in·out forward and as much again for each gradient: of the weights, and of the input.
@@ -174,12 +179,11 @@ def step_flops(case: Case, batch: Batch, pairs_D: list[float] | None = None) -> 
         the target's rows of the draft vocabulary  2·(distinct taught positions)·H·(draft vocabulary)
 
     Left out: what is linear in the length (norms, softmax, the one key per later depth) and what a flash kernel
-    computes twice. pairs_D: slots that were really used at each depth, where some were dropped.
+    computes twice. With dropped positions this is the average.
     """
-    s, reach_DN = case.shape, reachable(case, batch)
-    reached_D = reach_DN.sum(1).double()
-    used_D = reached_D if pairs_D is None else torch.tensor(pairs_D, dtype=torch.float64)
-    keys = ((reach_DN * (batch.positions_N + 1)).sum(1) * used_D / reached_D.clamp(min=1)).sum().item()
+    s, reach_DN, used_D = case.shape, reachable(case, batch), expected_pairs(case, batch)
+    share_D = case.keep ** torch.arange(case.depths, dtype=torch.float64)
+    keys = ((reach_DN * (batch.positions_N + 1)).sum(1) * share_D).sum().item()
     taught = torch.zeros(case.length + case.depths + 1, dtype=torch.bool)
     for d, slots_N in enumerate(reach_DN):
         taught[slots_N.nonzero()[:, 0] + 1 + d] = True
