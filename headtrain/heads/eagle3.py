@@ -219,7 +219,10 @@ class Eagle3Head(Head):
         layout(depth): the segments whose slots go on to that depth, each slot of them one of the depth before.
         embed_next(depth, slots) gives the embedding half of q/k/v, [M, (G J + 2 J) D], for the token each slot reads.
         """
-        run = partial(checkpoint, self._depth, use_reentrant=False) if self.rules.checkpointing else self._depth
+        run = self._depth
+        if self.rules.checkpointing:
+            run = partial(checkpoint, self._depth, use_reentrant=False, preserve_rng_state=False)
+        _, w_hidden = self._projections()
         everywhere = torch.arange(len(batch.ids_N), device=batch.ids_N.device)
         diagonals: list[tuple[Tensor, Tensor]] = []
         slots, features, first = everywhere, features_NH, None
@@ -231,27 +234,27 @@ class Eagle3Head(Head):
             if depth and len(slots) < len(before):
                 kept = torch.searchsorted(before, slots)
                 features, diagonals = features[kept], [(k[kept], v[kept]) for k, v in diagonals]
-            normed, features, *own = run(batch, depth, slots, segments, features, first, diagonals, embed_next)
+            reading = slots if depth else everywhere
+            positions, embedded = batch.positions_N[reading] + depth, partial(embed_next, depth, reading)
+            normed, features, *own = run(features, slots, positions, embedded, w_hidden, first, diagonals, segments)
             if depth == 0:
                 first = own
             else:
                 diagonals = [*diagonals, own]
             yield slots, normed
 
-    def _depth(self, batch: Batch, depth: int, slots: Tensor, segments, features, first, diagonals, embed_next):
-        """One depth: (normed output [M, H], hidden fed back [M, H], k, v), from the features of its slots.
+    def _depth(self, features, slots, positions, embedded, w_hidden, first, diagonals, segments):
+        """One depth: (normed output [M, H], hidden fed back [M, H], k, v).
 
-        At depth 0 features, keys and values are those of all slots; `first` (k, v) is what later depths get of it.
+        At depth 0 (`first` is None) features, positions, keys and values are of all N slots, later of the M drafted
+        from; `first` is then the (k, v) of depth 0. embedded(): the embedding half of q/k/v.
         """
-        _, w_hidden = self._projections()
-        reading = torch.arange(len(batch.ids_N), device=slots.device) if depth == 0 else slots
-        qkv = embed_next(depth, reading) + F.linear(self._normed(features), w_hidden)
-        q, k, v = self._split(qkv, batch.positions_N[reading] + depth)
-        if depth == 0:
-            q, features = q[slots], features[slots]
-        k_NJD, v_NJD = (k, v) if depth == 0 else first
-        own = [] if depth == 0 else [(k, v)]
-        attended = depth_attention(q, k_NJD, v_NJD, diagonals + own, segments, self.config.head_dim**-0.5)
+        q, k, v = self._split(embedded() + F.linear(self._normed(features), w_hidden), positions)
+        if first is None:
+            q, features, first = q[slots], features[slots], (k, v)
+        else:
+            diagonals = [*diagonals, (k, v)]
+        attended = depth_attention(q, *first, diagonals, segments, self.config.head_dim**-0.5)
         return *self._finish(self._residual(features), attended), k, v
 
     def forward(self, batch: Batch) -> HeadOutput:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from headtrain.config import TrainConfig
 from headtrain.heads import eagle3
 from headtrain.heads.base import Batch, HeadConfig, load_head, save_head
 from headtrain.heads.eagle3 import Eagle3Head
@@ -319,3 +320,24 @@ def test_feature_weight_adds_the_distance_to_the_targets_hidden_state():
         distance = F.smooth_l1_loss(normed[chosen], batch.last_NT[slots[chosen] + 1 + d])
         expected += 2.0 * 0.8**d * distance.item()
     assert head(batch).loss.item() - plain == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.7])
+def test_depths_that_are_computed_again_give_the_same_gradients_from_less_memory(keep):
+    found = []
+    for checkpointing in (False, True):
+        head, held = make_head(), [0]
+        head.rules = TrainConfig(checkpointing=checkpointing, position_keep=keep, noise=0.1)
+        torch.manual_seed(5)
+
+        def count(tensor, held=held):
+            held[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = head(make_batch()).loss
+        loss.backward()
+        found.append((loss, [p.grad for p in head.parameters()], held[0]))
+    (loss, gradients, held), (again, same, less) = found
+    assert torch.equal(loss, again) and all(map(torch.equal, gradients, same))
+    assert less < 0.4 * held  # not counted: the inputs of each depth, which are kept too
