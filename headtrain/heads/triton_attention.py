@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -196,18 +195,15 @@ _TILES = {
 }
 
 
-def _tiles(q: Tensor, own_keys: bool) -> tuple[tuple[int, int, int, int], ...]:
-    return _TILES[q.dtype == torch.float32, q.shape[-1] > 128][own_keys]
-
-
-def _launch(run: Callable[..., Any], tiles: tuple[tuple[int, int, int, int], ...]) -> None:
-    """run(rows, keys, warps, stages) with the first of the tiles that the GPU has room for."""
-    for number, tile in enumerate(tiles, 1):
+def _launch(run: Callable[[int, int, int, int], None], q: Tensor, own_keys: bool) -> None:
+    """run(rows, keys, warps, stages) with the first tiles that the GPU has room for."""
+    *others, last = _TILES[q.dtype == torch.float32, q.shape[-1] > 128][own_keys]
+    for tile in others:
         try:
             return run(*tile)
         except OutOfResources:
-            if number == len(tiles):
-                raise
+            continue
+    run(*last)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -233,7 +229,7 @@ class _DepthAttention(torch.autograd.Function):
             )  # fmt: skip
 
         with torch.cuda.device_of(q_MHD):
-            _launch(run, _tiles(q_MHD, False))
+            _launch(run, q_MHD, own_keys=False)
         ctx.save_for_backward(
             slot_M, document_M, q_MHD, k_NJD, v_NJD, diagonal_k_SMJD, diagonal_v_SMJD, out_MHD, lse_HM
         )
@@ -268,8 +264,8 @@ class _DepthAttention(torch.autograd.Function):
             )  # fmt: skip
 
         with torch.cuda.device_of(q_MHD):
-            _launch(run_rows, _tiles(q_MHD, False))
-            _launch(run_keys, _tiles(q_MHD, True))
+            _launch(run_rows, q_MHD, own_keys=False)
+            _launch(run_keys, q_MHD, own_keys=True)
             rows = max(16, 4096 // d)
             _backward_diagonals[j, triton.cdiv(m, rows)](
                 q_MHD, diagonal_k_SMJD, diagonal_v_SMJD, lse_HM, grad_MHD, delta_HM, ddk_SMJD, ddv_SMJD,

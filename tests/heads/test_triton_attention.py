@@ -22,7 +22,7 @@ CASES = {
     "one document": (70, [(0, 0, 70)], 1.0, 2, 1, 16, 0, torch.float32),
     "documents and gaps": (90, [(0, 3, 20), (0, 29, 40), (40, 41, 80), (80, 89, 90)], 1.0, 2, 3, 32, 6, torch.float32),
     "dropped rows": (100, [(0, 5, 33), (33, 33, 37), (37, 60, 98)], 0.5, 1, 4, 16, 3, torch.float32),
-    "a document without rows": (64, [(0, 2, 5), (40, 50, 64)], 1.0, 1, 1, 16, 1, torch.float32),
+    "a document without rows": (64, [(0, 2, 5), (40, 50, 64)], 1.0, 1, 1, 16, 0, torch.float32),
     "padded head size": (40, [(0, 1, 40)], 1.0, 1, 2, 24, 2, torch.float32),
     "wide head": (40, [(0, 0, 9), (9, 12, 40)], 1.0, 1, 2, 256, 1, torch.float32),
     "float16": (150, [(0, 3, 60), (60, 61, 149)], 1.0, 2, 2, 32, 2, torch.float16),  # the interpreter has no bfloat16
