@@ -194,8 +194,8 @@ def markdown(result: dict[str, Any]) -> str:
     if drops:
         text += [
             f"## Dropping positions, r = {DROP}\n",
-            "What is dropped is drawn anew in each step: the mean over the steps, and brought to the expected number of "
-            "pairs.\n",
+            "What is dropped is drawn anew in each step: the mean over the steps, and brought to the expected number "
+            "of pairs.\n",
             table(
                 ["tokens × depth", "all, core-s", "mean, core-s", "its pairs", "expected, core-s", "its pairs",
                  "speed-up", "share of peak"],

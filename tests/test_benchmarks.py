@@ -56,8 +56,9 @@ def test_every_contender_gets_the_same_inputs_and_documents_are_supervised_at_th
 @pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"keep": 0.5}])
 def test_our_step_is_measured_and_its_loss_is_the_sum_of_its_parts(options):
     case = tiny(**options)
-    found = measure.measure_step(case.to_dict(), repeats=1)
-    assert found["memory"] >= 0 and len(found["times"]) == 1 and found["times"][0]["core_s"] > 0
+    torch.manual_seed(0)
+    found = measure.measure_step(case.to_dict(), repeats=8)
+    assert found["memory"] >= 0 and len(found["times"]) == 8 and min(t["core_s"] for t in found["times"]) > 0
     assert found["flops"] > 0
     whole = [18, 17, 16]
     if case.keep == 1:
@@ -65,7 +66,7 @@ def test_our_step_is_measured_and_its_loss_is_the_sum_of_its_parts(options):
         parts = sum(0.8**d * s / n for d, (s, n) in enumerate(zip(found["sum_D"], whole, strict=True)))
         assert found["loss"] == pytest.approx(parts, rel=1e-5)
     else:
-        assert sum(found["pairs_D"]) < sum(whole)
+        assert min(t["pairs"] for t in found["times"]) < sum(whole)
     if case.dtype == "fp32":  # cross-entropy is at least the teacher's entropy
         assert all(0 < e <= s + 1e-4 for e, s in zip(found["entropy_D"], found["sum_D"], strict=True) if s)
 
