@@ -9,6 +9,8 @@ V draft vocabulary, T target hidden.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,11 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headtrain.heads.objectives import Rows
-
-try:
-    from headtrain.heads import triton_attention as _triton
-except ImportError:  # no triton for this platform: the plain blocks serve
-    _triton = None
 
 # ---------------------------------------------------------------------------------------------------- rope
 
@@ -187,12 +184,22 @@ def depth_attention(
     The M rows are the slots of `segments`, one after another. A row sees the depth-0 keys of its document up to its own
     slot, and of each later depth only the key of its own slot (`diagonals`, a (k, v) pair [M, J, D] per depth). The
     block runs through a flash kernel; the diagonal terms are merged into it by log-sum-exp. Returns [M, G, J, D].
-    On a GPU it is one Triton kernel, where triton is installed and the head size fits.
+    On a GPU it is one Triton kernel, where `_kernel` has one and the head size fits.
     """
-    if q_MGJD.is_cuda and _triton is not None and q_MGJD.shape[-1] <= _triton.MAX_HEAD_DIM:
+    if q_MGJD.is_cuda and (kernel := _kernel(q_MGJD.device)) and q_MGJD.shape[-1] <= kernel.MAX_HEAD_DIM:
         document_M, slot_M = _per_row(segments, q_MGJD.device)
-        return _triton.depth_attention_triton(q_MGJD, k_NJD, v_NJD, diagonals, slot_M, document_M, scale)
+        return kernel.depth_attention_triton(q_MGJD, k_NJD, v_NJD, diagonals, slot_M, document_M, scale)
     return _DepthAttention.apply(segments, scale, q_MGJD, k_NJD, v_NJD, *[x for pair in diagonals for x in pair])
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Any:
+    """The Triton module; None where it is not installed, or the GPU is older than compute capability 8.0."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    from headtrain.heads import triton_attention
+
+    return triton_attention
 
 
 def _per_row(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
