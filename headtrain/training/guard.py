@@ -62,9 +62,14 @@ class Guard:
         return self.reason is not None
 
     def settle(self) -> None:
-        """After each step: fp16's loss scale, which DeepSpeed lowers with every dropped step, stays at a spike."""
+        """After each step: what DeepSpeed does to a dropped one and should not.
+
+        It lowers fp16's loss scale, also at a spike; and with offload it adds the next step's gradients to this one's.
+        """
         if self.reason == "a spike" and self.scaler:
             vars(self.scaler).update(self._scale)
+        if self.reason and getattr(self.optimizer, "cpu_offload", False):
+            self.optimizer.averaged_gradients.update(dict.fromkeys(self.optimizer.averaged_gradients))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

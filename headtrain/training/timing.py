@@ -5,7 +5,6 @@ Shapes: D depths.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +33,9 @@ class Collectives:
 
         self.device, self.exact, self.spent = device, False, 0.0
         self._backend = comm.cdb
-        self._wrapped = [name for name in COLLECTIVES if callable(getattr(self._backend, name, None))]
-        for name in self._wrapped:
-            setattr(self._backend, name, self._timed(getattr(self._backend, name)))
+        self._plain = {name: getattr(self._backend, name) for name in COLLECTIVES if hasattr(self._backend, name)}
+        for name, collective in self._plain.items():
+            setattr(self._backend, name, self._timed(collective))
 
     def _timed(self, collective: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -63,9 +62,8 @@ class Collectives:
         return spent
 
     def release(self) -> None:
-        for name in self._wrapped:
-            with contextlib.suppress(AttributeError):
-                delattr(self._backend, name)
+        for name, collective in self._plain.items():
+            setattr(self._backend, name, collective)
 
 
 class Stopwatch:
