@@ -122,8 +122,15 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
     width = BYTES[config.train.precision]
     shard = [1 / gpus if zero >= stage else 1.0 for stage in (1, 2, 3)]
     state = 12 if width == 2 else 8  # Adam's two moments in fp32, and fp32 masters beside 16-bit weights
+    if config.train.offload and zero:
+        state = 0
+    state += 4 if config.train.ema and state else 0
     s, tokens = model.shape, config.train.batch_tokens
-    per_token = config.head.unroll * (14 * s.hidden + 4 * model.head_intermediate) + (model.taps + 1) * s.hidden
+    depth = 14 * s.hidden + 4 * model.head_intermediate
+    kept = config.head.unroll * depth
+    if config.train.checkpointing:  # one depth at a time, and between depths hidden states, keys and values
+        kept = config.head.unroll * (2 * s.hidden + 2 * model.head_kv_heads * model.head_dim) + depth
+    per_token = kept + (model.taps + 1) * s.hidden
     return {
         "weights": model.head * width * shard[2],
         "gradients": model.head * width * shard[1],

@@ -177,6 +177,11 @@ def test_at_least_fifty_keys_are_checked_that_way():
         (["data.filter.min_chars=9", "data.filter.max_chars=3"], "no prompt can pass"),
         (["train.betas=[0.9]"], "two numbers"),
         (["eval.speed_prompts=[1,2]"], "one per suite"),
+        (["train.offload=true"], "offload=true needs train.zero_stage"),
+        (["train.offload=true", "train.zero_stage=1", "train.optimizer=muon"], "with train.optimizer=muon: Muon"),
+        (["train.patience=3", "data.valid=0"], "train.patience with data.valid=0"),
+        (["train.decode_prompts=8", "data.valid=0"], "train.decode_prompts with data.valid=0"),
+        (["train.decode_prompts=65"], "exceeds train.eval_rows=64"),
         (["eval.k=[]"], "at least one value"),
     ],
 )

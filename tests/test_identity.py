@@ -64,6 +64,7 @@ ALL = {"prompts", "responses", "captures", "training", "report", "export"}
         ("launch.workers=2", set()),
         ("launch.master_port=1234", set()),
         ("train.threads=3", set()),
+        ("train.zero_stage=3", set()),
         ("train.save_every=3", set()),
         ("train.keep=9", set()),
         ("train.log_every=9", set()),

@@ -64,6 +64,18 @@ def test_zero_stages_share_optimizer_gradients_and_weights_in_that_order():
     assert len({p["activations"] for p in parts}) == 1
 
 
+def test_offload_checkpointing_and_an_average_change_what_they_are_said_to():
+    plain, model = load("eagle3_llama70b"), plan.model_of(load("eagle3_llama70b"))
+    usual = plan.training_bytes(model, plain, 8, 2)
+    for overrides, part, smaller in (
+        (["train.offload=true", "train.zero_stage=2"], "optimizer", True),
+        (["train.checkpointing=true"], "activations", True), (["train.ema=0.99"], "optimizer", False),
+    ):  # fmt: skip
+        found = plan.training_bytes(model, load("eagle3_llama70b", *overrides), 8, 2)
+        assert (found[part] < usual[part]) is smaller and found[part] != usual[part]
+        assert {name: size for name, size in found.items() if name != part}.items() <= usual.items()
+
+
 def test_a_target_that_does_not_fit_one_gpu_is_said_to_not_fit(monkeypatch):
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80e9] * 8)
     assert "too much for one GPU of 80.0 GB: it takes 3 of them" in plan.text(load("eagle3_llama70b"))

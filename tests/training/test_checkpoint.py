@@ -62,20 +62,20 @@ def _saved_early(train, tmp_path, options):
 
 
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(toy, train, weights, tmp_path, capsys):
-    options = {"steps": 8, "save_every": 2, "seed": 3}
+    options = {"steps": 40, "save_every": 10, "log_every": 20, "seed": 7}
     toy.make_run(tmp_path / "b")
     killed = subprocess.run(
-        [sys.executable, TOY, str(tmp_path / "b"), json.dumps(options | {"kill_at": 6})],
+        [sys.executable, TOY, str(tmp_path / "b"), json.dumps(options | {"kill_at": 30})],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert (tmp_path / "b" / "training" / "checkpoints" / ".step-00000006.part").is_dir()
+    assert (tmp_path / "b" / "training" / "checkpoints" / ".step-00000030.part").is_dir()
     train(tmp_path / "a", **options)
     capsys.readouterr()
     train(tmp_path / "b", **options)
     said = capsys.readouterr().out
-    assert "ignoring the half-written checkpoint step-00000006" in said
-    assert "step-00000004: going on from step 4" in said
+    assert "ignoring the half-written checkpoint step-00000030" in said
+    assert "step-00000020: going on from step 20" in said
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert not list((tmp_path / "b" / "training" / "checkpoints").glob(".*"))
 
