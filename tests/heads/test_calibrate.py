@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from headtrain.config import RecipeConfig
+from headtrain.heads import calibrate
 from headtrain.heads.base import Batch, new_head
 from headtrain.heads.calibrate import orthogonal, ridge
 from headtrain.target import TargetParts
 
-V, T = 300, 64
+V, T = 300, 128
 
 
 class Config:
-    hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim = T, 96, 4, 2, 16
+    hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim = T, 96, 4, 2, 32
     rms_norm_eps, max_position_embeddings, num_hidden_layers = 1e-5, 512, 8
 
 
@@ -54,6 +55,28 @@ def second_half_hits(start: str, tied: bool) -> float:
 def test_a_calibrated_head_continues_repeated_text_and_a_random_one_does_not(tied):
     assert second_half_hits("calibrated", tied) > 0.5
     assert second_half_hits("random", tied) < 0.1
+
+
+def test_a_calibrated_head_knows_what_follows_the_token_read_even_from_features_that_say_nothing(monkeypatch):
+    monkeypatch.setattr(calibrate, "COPY", 0.0)  # copying without a match adds noise
+    g = torch.Generator().manual_seed(0)
+    follower = torch.randperm(40, generator=g)  # text: each of 40 tokens is always followed by the same one
+    recipe, p = RecipeConfig(), parts(tied=False)
+    recipe.head.draft_vocab, recipe.head.unroll = "full", 2
+
+    def chain(seed):
+        batch = repeating_text(p.embedding, seed)
+        batch.ids_N = batch.ids_N % 40
+        for i in (i for i in range(len(batch.ids_N)) if i % 60):
+            batch.ids_N[i] = follower[batch.ids_N[i - 1]]
+        batch.taps_NAT, batch.argmax_N = torch.randn(batch.taps_NAT.shape, generator=g), batch.ids_N.roll(-1)
+        return batch
+
+    counts, fresh = torch.ones(V, dtype=torch.long), chain(2)
+    head = new_head(recipe, p, counts, counts, chain(1))
+    drafts = head.draft_all(fresh, 1)[:, 0]
+    slots = [i for i in range(len(drafts)) if 2 < i % 60 < 8]  # before anything repeats
+    assert float((drafts[slots] == fresh.ids_N[torch.tensor(slots) + 2]).float().mean()) > 0.8
 
 
 def test_ridge_regression_finds_a_linear_map():
