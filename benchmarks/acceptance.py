@@ -8,7 +8,7 @@ included. Kept is the checkpoint with the best simulated τ on the validation ro
 target's greedy answers to the held-out prompts and to 40 HumanEval prompts: τ = 1 + accepted drafts per step, five
 drafts per step, steps that end with the answer included. Besides the names in VARIANTS, `only` takes changes of the
 default written out: train.noise=0.3+head.unroll=5. Results are added to benchmarks/results/acceptance.jsonl;
-`python benchmarks/acceptance.py table` prints them as a table.
+`python benchmarks/acceptance.py table` prints them as a table and writes it beside.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "acceptance.jsonl"
+TITLE = "Acceptance at equal core-seconds"
 K, NEW_TOKENS, HUMANEVAL = 5, 128, 40
 
 PLAIN = [
@@ -35,7 +36,9 @@ VARIANTS: dict[str, list[str]] = {
 
 def main(arguments: list[str]) -> None:
     if arguments == ["table"]:
-        print(table([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+        text = table([json.loads(line) for line in RESULTS.read_text().splitlines()])
+        RESULTS.with_suffix(".md").write_text(f"# {TITLE}\n\n{text}\n")
+        print(text)
         return
     options = {"seconds": "600", "only": ",".join(VARIANTS), "seeds": "0"} | dict(a.split("=", 1) for a in arguments)
     run = Path(options["run_dir"]).absolute()

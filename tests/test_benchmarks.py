@@ -1,6 +1,7 @@
 """The pure parts of benchmarks/, and our own contender at a tiny size."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is not installed
-from benchmarks import measure, memory, peers, steps, train_step
+from benchmarks import acceptance, measure, memory, peers, steps, train_step
+from headtrain.training.optim import Clock
 
 TINY = steps.Shape(hidden=16, intermediate=24, heads=4, kv_heads=2, head_dim=8, vocab=64)
 
@@ -153,3 +155,25 @@ def test_the_memory_report_and_its_plot_are_written(tmp_path):
     assert "500 MB per 1,000 tokens" in text and "| 2,048 | 1,124 | 1,124 |" in text and "| 8,192 | 612 | 9 |" in text
     memory.plot(found, tmp_path / "img" / "plot.svg")
     assert (tmp_path / "img" / "plot.svg").read_text().count("tokens in a batch") >= 1
+
+
+# ------------------------------------------------------------------------------------------------- acceptance
+
+
+def test_the_acceptance_table_shows_means_and_spreads_of_seeds_and_one_value_without_a_spread():
+    def line(name, seed, tau):
+        suites = {"heldout": {"tau": tau}, "humaneval": {"tau": tau - 0.5}}
+        return {"name": name, "seed": seed, "seconds": 600.0, "epoch": 4, "valid_tau": tau, **suites}
+
+    text = acceptance.table([line("default", 0, 1.9), line("plain", 0, 1.4), line("default", 1, 2.0)])
+    assert "| 600 | default | 2 | 1.950 (1.900 … 2.000) | 1.450 (1.400 … 1.500) | 1.950 (1.900 … 2.000) | 4 |" in text
+    assert "| 600 | plain | 1 | 1.400 | 0.900 | 1.400 | 4 |" in text
+
+
+def test_the_acceptance_budget_is_cpu_time():
+    clock = acceptance.cpu_clock(Clock)(None, 100.0, 0.0, elapsed=7.0)
+    time.sleep(0.3)
+    assert 7.0 <= clock.elapsed < 7.25
+    while clock.elapsed < 7.3:
+        pass
+    assert clock.progress(0) >= 0.073
