@@ -153,6 +153,8 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage},
     }
+    if stage == 3:  # or DeepSpeed puts its own function in torch's place, for every head of this process
+        settings["zero_optimization"]["memory_efficient_linear"] = False
     if config.offload:
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         settings["zero_force_ds_cpu_optimizer"] = False  # which is compiled at the first start

@@ -38,27 +38,20 @@ def same(a: dict, b: dict) -> bool:
     ],
     ids=str,
 )
-def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(train, weights, tmp_path, options):
-    options = {"steps": 9, "save_every": 3, "eval_every": 4, "log_every": 1} | options
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(toy, train, tmp_path, options):
+    options = {"steps": 9, "save_every": 3, "keep": 9, "eval_every": 4, "log_every": 1} | options
     unbroken = train(tmp_path / "a", **options)
-    train(tmp_path / "b", **options)
-    for step in (6, 9):  # as if killed after step 5
-        shutil.rmtree(tmp_path / "b" / "training" / "checkpoints" / f"step-{step:08d}")
-    early = _saved_early(train, tmp_path, options)
-    shutil.copytree(early, tmp_path / "b" / "training" / "checkpoints", dirs_exist_ok=True)
-    resumed = train(tmp_path / "b", **options)
-    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-    for key in ("step", "loss", "lr", "tau", "epoch"):
-        assert [line.get(key) for line in unbroken] == [line.get(key) for line in resumed]
-
-
-def _saved_early(train, tmp_path, options):
-    """The checkpoint folder of the same run as it was after step 3."""
-    train(tmp_path / "c", **(options | {"keep": 9}))
-    folder = tmp_path / "c" / "training" / "checkpoints"
+    toy.make_run(tmp_path / "b")
+    shutil.copytree(tmp_path / "a" / "training", tmp_path / "b" / "training")  # as if killed after step 5
     for step in (6, 9):
-        shutil.rmtree(folder / f"step-{step:08d}")
-    return folder
+        shutil.rmtree(tmp_path / "b" / "training" / "checkpoints" / f"step-{step:08d}")
+    resumed = train(tmp_path / "b", **options)
+    for file in ("weights", "exp_avg", "momentum_buffer", "ema"):
+        held = [tmp_path / run / "training" / "checkpoints" / "step-00000009" / f"{file}.safetensors" for run in "ab"]
+        assert held[0].is_file() == held[1].is_file()
+        assert not held[0].is_file() or same(*map(load_file, held)), file
+    for key in ("step", "loss", "lr", "tau", "epoch", "grad_norm"):
+        assert [line.get(key) for line in unbroken] == [line.get(key) for line in resumed]
 
 
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(toy, train, weights, tmp_path, capsys):
