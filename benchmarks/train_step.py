@@ -33,16 +33,15 @@ def side_by_side(**options: Any) -> Cases:
 
 
 def full_rows() -> list[Cases]:
-    rows = []
-    for dtype in ("fp32", "bf16"):
+    dtypes, rows = ("fp32", "bf16"), []
+    for dtype in dtypes:
         rows += [
             side_by_side(dtype=dtype),
             side_by_side(dtype=dtype, supervised=0.5),
             {"headtrain": Case(dtype=dtype), "dropping": Case(dtype=dtype, keep=DROP)},
-            side_by_side(dtype=dtype, depths=3),
-            *(side_by_side(dtype=dtype, length=length) for length in (512, 1024, 4096)),
         ]
-    return rows
+    rows += [side_by_side(dtype=dtype, depths=3) for dtype in dtypes]
+    return rows + [side_by_side(dtype=dtype, length=length) for length in (512, 1024, 4096) for dtype in dtypes]
 
 
 def quick_rows() -> list[Cases]:
