@@ -233,7 +233,8 @@ class Eagle3Head(Head):
             before, slots = slots, _slots(segments, everywhere)
             if depth and len(slots) < len(before):
                 kept = torch.searchsorted(before, slots)
-                features, diagonals = features[kept], [(k[kept], v[kept]) for k, v in diagonals]
+                features = features.index_select(0, kept)
+                diagonals = [(k.index_select(0, kept), v.index_select(0, kept)) for k, v in diagonals]
             reading = slots if depth else everywhere
             positions, embedded = batch.positions_N[reading] + depth, partial(embed_next, depth, reading)
             normed, features, *own = run(features, slots, positions, embedded, w_hidden, first, diagonals, segments)
@@ -251,7 +252,7 @@ class Eagle3Head(Head):
         """
         q, k, v = self._split(embedded() + F.linear(self._normed(features), w_hidden), positions)
         if first is None:
-            q, features, first = q[slots], features[slots], (k, v)
+            q, features, first = q.index_select(0, slots), features.index_select(0, slots), (k, v)
         else:
             diagonals = [*diagonals, (k, v)]
         attended = depth_attention(q, *first, diagonals, segments, self.config.head_dim**-0.5)
@@ -270,11 +271,11 @@ class Eagle3Head(Head):
         embedded_N = F.linear(self._embed(batch.ids_N), w_embed)  # once for all depths
         features_NH = self._fuse(batch.taps_NAT, t.noise if self.training else 0.0)
         layout = _training_layout(_segments(batch, reach_DN[0]), t.position_keep)
-        next_token = lambda depth, slots: embedded_N[(slots + 1 + depth).clamp(max=n - 1)]  # noqa: E731
+        next_token = lambda depth, slots: embedded_N.index_select(0, (slots + 1 + depth).clamp(max=n - 1))  # noqa: E731
         outputs, slot_of, depth_of = [], [], []
         for depth, (slots, normed) in enumerate(self._unroll(batch, features_NH, layout, c.unroll, next_token)):
-            keep = trained_DN[depth][slots]
-            outputs.append(normed[keep])
+            keep = trained_DN[depth][slots].nonzero()[:, 0]
+            outputs.append(normed.index_select(0, keep))  # its backward is far faster than that of normed[keep]
             slot_of.append(slots[keep])
             depth_of.append(torch.full_like(slot_of[-1], depth))
         count_D = trained_DN.sum(1).float()

@@ -81,12 +81,16 @@ def _plain_block_backward(grad, q, k, v, out, lse, causal, scale):
     return ds @ k, ds.transpose(-1, -2) @ q, p.to(v.dtype).transpose(-1, -2) @ grad
 
 
+LONG = 1024  # rows from which torch's bfloat16 backward on a CPU beats float32: short ones take it up to 5x as long
+
+
 def _flash_block(q, k, v, causal, scale):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
 def _flash_block_backward(grad, q, k, v, out, lse, causal, scale):
-    grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))  # torch's CPU kernel is up to 5x slower in bfloat16
+    if q.shape[-2] < LONG:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
@@ -260,10 +264,11 @@ class _FusedLoss(torch.autograd.Function):
 
             rows = Rows(x_MH[index], which, pairs.label_M[index], teacher.lse_N[positions], weigh)
             graded = objective(rows, lm_head_VH, logits_UV, needs_x=needs_x, needs_w=needs_w)
-            loss_M[index], hit_M[index] = graded.loss, graded.hit
+            loss_M.index_copy_(0, index, graded.loss)
+            hit_M.index_copy_(0, index, graded.hit)
             total += (graded.loss * graded.weight).sum()
             if needs_x:
-                dx[index] = graded.dx
+                dx.index_copy_(0, index, graded.dx)
             if needs_w:
                 dw += graded.dw
         ctx.save_for_backward(dx, None if dw is None else dw.to(lm_head_VH.dtype))
@@ -293,7 +298,7 @@ def fused_loss(
     lm_head_VH: Tensor,
     pairs: Pairs,
     teacher: Teacher,
-    chunk: int = 512,
+    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ weight · objective over M pairs, without ever holding their logits: (loss, loss per pair [M], hit bool [M]).
 
