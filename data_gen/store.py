@@ -236,4 +236,10 @@ class CaptureStore(_Store):
         fields = self._slice(row, ("ids", "supervised", "taps", "last", "argmax", "logsumexp"))
         if self.norm == "pre_norm":
             fields[3] = self._final_norm(fields[3])
+        for name, tensor in zip(("taps", "last", "logsumexp"), (fields[2], fields[3], fields[5]), strict=True):
+            if not bool(tensor.isfinite().all()):
+                raise StoreError(
+                    f"{self.folder / row.file}: row {row.id} has values in `{name}` that are not finite; delete the "
+                    f"folder {self.folder.name} and run again to have it made anew, or leave the prompt out"
+                )
         return CaptureRow(*fields)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -175,13 +176,16 @@ def _signal_group(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
 
 
+STARTED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ")  # heads a section; DeepSpeed adds milliseconds
+
+
 def last_words(label: str, log: Path, status: int) -> str:
     """What a failed child said last: its `error:` line when it made one, else the end of its log."""
     lines = [line.rstrip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    starts = [n for n, line in enumerate(lines) if line.startswith("[20")]
+    starts = [n for n, line in enumerate(lines) if STARTED.match(line)]
     lines = [line for line in lines[starts[-1] + 1 if starts else 0 :] if line]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if status == 2 and said:
+    if said:  # by status 2, or whatever a launcher makes of it
         return f"{label}: {said[-1]}"
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     tail = "\n".join(f"  | {line}" for line in lines[-25:])

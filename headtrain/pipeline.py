@@ -118,6 +118,8 @@ def export_head(head: Path, name: str, out: str | None) -> str:
     """Exports a head's folder right here; returns what was written where."""
     from headtrain.export import export
 
+    if not out and head.resolve().parent.name.startswith("step-"):
+        raise ConfigError(f"head={head} lies in a checkpoint, which training deletes later: say where with out=")
     folder = Path(out) if out else head.parent / "export" / name
     return f"{name}: {export(head, name, folder)}"
 

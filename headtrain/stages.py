@@ -79,6 +79,12 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     most = getattr(text, "max_position_embeddings", None)
     if "responses" in coming and most and config.data.max_length > most:
         raise ConfigError(f"data.max_length={config.data.max_length}: the target has {most} positions")
+    if "training" in coming:
+        import torch
+
+        from headtrain.training.optim import check_optimizer
+
+        check_optimizer(config.train, config.target.device != "cpu" and torch.cuda.is_available())
     if "training" in coming or "captures" in coming:
         taps_of(config, text.num_hidden_layers)
     vocab = config.head.draft_vocab

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headtrain import children
-from headtrain.children import Child, Progress, StageFailed
+from headtrain.children import Child, Progress, StageFailed, last_words
 from headtrain.config import RecipeConfig
 
 
@@ -134,3 +134,15 @@ def test_the_progress_line_says_how_far_how_fast_and_how_long():
     said = children.line("responses", Progress(25, 100, "50 tokens/s"), 60)
     assert said == "responses  [#####...............]  25 %  50 tokens/s  1:00 gone, about 3:00 left"
     assert children.line("check", Progress(), 3725) == "check  1:02:05 gone"
+
+
+def test_last_words_are_found_before_and_after_a_launchers_own_dated_lines(tmp_path):
+    log = tmp_path / "stage.log"
+    log.write_text(
+        "\n[2026-01-01 10:00:00] old command\nerror: of an earlier start\n\n[2026-01-02 10:00:00] command\n"
+        "error: process 1 (pid 7) was killed; run again\n[2026-01-02 10:00:05,123] [ERROR] [launch.py] exits\n"
+    )
+    for status in (2, 247):  # a launcher makes another status of it
+        assert last_words("training", log, status) == "training: process 1 (pid 7) was killed; run again"
+    log.write_text(log.read_text() + "\n[2026-01-03 10:00:00] command\nTraceback\n")
+    assert last_words("training", log, 1) == f"training ended with status 1; its log is {log}\n  | Traceback"

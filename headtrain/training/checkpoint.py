@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-00000100`: `head/`, the head as it would be served (see heads.base.save_head); the
 training state by parameter name, whole and in fp32, one safetensors file each: `weights` (frozen ones and buffers
 too), the optimizer's `exp_avg`, `exp_avg_sq` and `momentum_buffer`, and `ema`; and `state.json` (position, time used,
-what the run must agree with, and the sizes of all files). Nothing in it depends on the number of processes or on the
-ZeRO stage, and nothing of it is the target's: 12 bytes per parameter (16 with an average), and the head.
+what the run must agree with, and the checksums of all files). Nothing in it depends on the number of processes or on
+the ZeRO stage, and nothing of it is the target's: 12 bytes per parameter (16 with an average), and the head.
 It is written beside its place under a `.part` name and renamed when every byte is on disk.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headtrain.files import fsync_folder, read_json, write_json
+from headtrain.files import fsync_folder, read_json, sha256_file, write_json
 from headtrain.heads.base import Head, save_head
 from headtrain.training.ranks import Ranks
 from headtrain.training.weights import Average, Shards
 
-VERSION = 2
+VERSION = 3
 MUST_AGREE = ("precision", "optimizer", "ema", "mapping", "data")
 
 
@@ -71,8 +71,8 @@ def save(
         if ranks.first:
             save_file(tensors, part / f"{kind}.safetensors", metadata={"format": "pt"})
     if ranks.first:
-        sizes = {str(p.relative_to(part)): p.stat().st_size for p in sorted(part.rglob("*")) if p.is_file()}
-        facts = {"version": VERSION, "world": ranks.world, "updates": shards.steps, "files": sizes}
+        files = {str(p.relative_to(part)): sha256_file(p) for p in sorted(part.rglob("*")) if p.is_file()}
+        facts = {"version": VERSION, "world": ranks.world, "updates": shards.steps, "files": files}
         write_json(part / "state.json", {**state, **facts})
         _flush(part)
         shutil.rmtree(place, ignore_errors=True)
@@ -115,15 +115,15 @@ def latest(folder: Path, say: Callable[[str], None]) -> Path | None:
 def damage(place: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        files = read_json(place / "state.json")["files"]
+        state = read_json(place / "state.json")
+        files = state["files"] if state["version"] == VERSION else {}  # `accumulation` refuses other versions
     except (ValueError, KeyError) as error:
         return f"state.json is unreadable ({error})"
-    for name, size in files.items():
-        path = place / name
-        if not path.is_file():
+    for name, checksum in files.items():
+        if not (place / name).is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if sha256_file(place / name) != checksum:
+            return f"{name} is damaged (its checksum differs)"
     return None
 
 

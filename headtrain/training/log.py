@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -97,8 +98,9 @@ class TrainLog:
         """Appends one line, and shows it."""
         if not self.active:
             return
+        record = _finite(record)
         with open(self.path, "a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record) + "\n")
+            handle.write(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb:
             flat = {key: value for key, value in record.items() if isinstance(value, int | float)}
             for key, value in record.items():
@@ -122,6 +124,15 @@ class TrainLog:
             self._live.stop()
         if self._wandb:
             self._wandb.finish()
+
+
+def _finite(value: Any) -> Any:
+    """The same, with None for numbers that JSON does not have: NaN and infinities, of a skipped step."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:
@@ -158,7 +169,7 @@ def _wandb_id(folder: Path) -> str:
 def line(record: dict[str, Any]) -> str:
     """One line for a person: step, loss, speed, acceptance on validation rows, time left."""
     words = [f"step {record['step']}", f"{100 * record['share']:3.0f} %"]
-    if "loss" in record:
+    if record.get("loss") is not None:
         words.append(f"loss {record['loss']:.4f}")
     if record.get("accuracy"):
         words.append(f"top-1 {_percent(record['accuracy'])}")
@@ -174,4 +185,4 @@ def line(record: dict[str, Any]) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return "/".join(f"{100 * value:.0f}" for value in values) + " %"
+    return "/".join("–" if value is None else f"{100 * value:.0f}" for value in values) + " %"

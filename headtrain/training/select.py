@@ -49,10 +49,13 @@ def packed(rows: list, budget: int) -> Iterator[list]:
 class Best:
     """The head with the highest τ: training/best/step-N, named by training/best.json."""
 
-    def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype):
-        self.folder, self.ranks, self.dtype = folder, ranks, dtype
+    def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype, measure: dict[str, Any]):
+        """measure: how τ is measured. A head found best by another measure counts no more."""
+        self.folder, self.ranks, self.dtype, self.measure = folder, ranks, dtype, measure
         self.path = folder / "best.json"
         known = ranks.agree(read_json(self.path) if ranks.first and self.path.is_file() else None)
+        if known and known.get("measure") != measure:
+            known = None
         self.step, self.tau = (known["step"], known.get("decoded_tau") or known["tau"]) if known else (None, None)
 
     def offer(self, head: Head, facts: dict[str, Any], tau: float, step: int) -> None:
@@ -67,7 +70,8 @@ class Best:
             return
         place = self.folder / "best" / f"step-{step:08d}"
         save_head(head, place, self.dtype)
-        write_json(self.path, {"step": step, **facts, "folder": str(place.relative_to(self.folder))})
+        known = {"step": step, **facts, "measure": self.measure, "folder": str(place.relative_to(self.folder))}
+        write_json(self.path, known)
         for old in place.parent.iterdir():
             if old != place:
                 shutil.rmtree(old)

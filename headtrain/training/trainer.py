@@ -5,6 +5,7 @@ Shapes: N packed positions, D unroll depths, K draft tokens, V target vocabulary
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from headtrain.training.select import Best, simulate
 from headtrain.training.timing import Collectives, Stopwatch
 from headtrain.training.weights import Answer, Average, Shards, Snapshot, answer
 
+logger = logging.getLogger(__name__)
 BAD_IN_A_ROW = 5  # optimizer steps not taken before the run stops
 SEEDS = 1_000_003  # apart, so that the random numbers of runs with neighbouring seeds do not overlap soon
 Score = Callable[[Head], float]  # τ of really decoding with a head
@@ -72,8 +74,9 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
     t = config.train
     head = build_head(config, run, ranks.device)
     store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
-    if t.decode_prompts and not valid:
-        raise ValueError("train.decode_prompts: there are no validation rows; set data.valid, or leave it out")
+    for key in ("decode_prompts", "patience"):
+        if getattr(t, key) and not valid:
+            raise ValueError(f"train.{key}: there are no validation rows; set data.valid, or leave it out")
     parts = ranks.world * t.accumulate
     plan = Plan([min(row.tokens, t.batch_tokens) for row in rows], t.batch_tokens, config.seed, parts)
     steps = t.steps or (plan.steps_of(t.epochs) if t.epochs else None)
@@ -104,7 +107,10 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
     clock = Clock(steps, t.seconds, t.warmup, state["elapsed"])
     reader = Reader(store, rows, counts_RD, plan, ranks.rank, ranks.world, first=step)
     dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
-    best = Best(folder, ranks, dtype)
+    measure = {"k": max(config.eval.k), "decode_prompts": t.decode_prompts}
+    best = Best(folder, ranks, dtype, measure)
+    if best.tau is None:
+        state.update(best=None, stale=0)
     tally, watch = Tally(head.config, t, ranks.device), Stopwatch(ranks.device, Collectives(ranks.device))
 
     def validate(share: float) -> None:
@@ -221,6 +227,9 @@ def select_rows(config: RecipeConfig, run: Path, head: Head, ranks: Ranks) -> tu
     rows = [row for row, keep in zip(chosen, useful.tolist(), strict=True) if keep]
     if len(rows) < len(chosen) and ranks.first:
         print(f"{len(chosen) - len(rows)} of {len(chosen)} rows have no trained pair and are left out", flush=True)
+    if cut := sum(row.tokens > config.train.batch_tokens for row in rows):
+        logger.warning("%d of %d rows are longer than train.batch_tokens=%d and are cut to it", cut, len(rows),
+                    config.train.batch_tokens)  # fmt: skip
     valid = sorted((row for row in store.rows if row.split == "valid"), key=lambda row: row.id)
     return store, rows, valid[: config.train.eval_rows], counts_RD[useful]
 

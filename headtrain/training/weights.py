@@ -196,7 +196,7 @@ class Snapshot:
 
 def _gathered(p: nn.Parameter) -> Tensor:
     """A frozen parameter that ZeRO 3 has split."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([p]):
+    with deepspeed.zero.GatheredParameters([p]):
         return p.detach().clone()

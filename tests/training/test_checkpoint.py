@@ -31,6 +31,7 @@ def same(a: dict, b: dict) -> bool:
         {"zero_stage": 1},
         {"zero_stage": 2, "precision": "bf16"},
         {"zero_stage": 3, "accumulate": 2},
+        {"zero_stage": 3, "freeze_lm_head": True},
         {"zero_stage": 3, "precision": "bf16", "ema": 0.9},
         {"ema": 0.9, "noise": 0.1, "spike": 1.5},
         {"optimizer": "muon"},
@@ -157,3 +158,16 @@ def test_another_draft_vocab_or_other_rows_are_refused(toy, train, tmp_path, mon
     monkeypatch.setattr(trainer, "build_head", other)
     with pytest.raises(CheckpointError, match="written with mapping = "):
         trainer.train(toy.recipe(steps=4), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "exp_avg_sq.safetensors", "head/model.safetensors"])
+@pytest.mark.parametrize("where", [10, -3])
+def test_a_checkpoint_with_one_wrong_byte_is_passed_over_for_an_older_one(train, tmp_path, name, where):
+    train(tmp_path, steps=4, save_every=2)
+    older, newest = sorted((tmp_path / "training" / "checkpoints").glob("step-*"))
+    data = bytearray((newest / name).read_bytes())
+    data[where] ^= 1
+    (newest / name).write_bytes(data)
+    said = []
+    assert latest(newest.parent, said.append) == older
+    assert said == [f"ignoring the checkpoint {newest.name}: {name} is damaged (its checksum differs)"]

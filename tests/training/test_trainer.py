@@ -202,3 +202,48 @@ def test_wandb_gets_the_same_numbers_offline(train, tmp_path, monkeypatch):
     assert data["loss"] == line["loss"] and data["accuracy/1"] == line["accuracy"][1]
     assert data["seconds/forward"] == line["seconds"]["forward"]
     assert list((tmp_path / "training" / "wandb").glob("offline-run-*"))
+
+
+def test_numbers_that_json_does_not_have_are_null_in_the_log(toy, tmp_path, capsys):
+    from headtrain.training.log import TrainLog
+    from headtrain.training.ranks import Ranks
+
+    log = TrainLog(toy.recipe(), tmp_path, Ranks(0, 1, torch.device("cpu")), 0)
+    log.write({"step": 1, "share": 0.5, "loss": math.nan, "accuracy": [0.25, math.inf], "seconds": {"data": math.nan}})
+    line = (tmp_path / "training" / "log.jsonl").read_text()
+    assert line == (
+        '{"step": 1, "share": 0.5, "loss": null, "accuracy": [0.25, null], "seconds": {"data": null}}\n'
+    )
+    assert "top-1 25/– %" in capsys.readouterr().out
+
+
+def test_a_capture_that_is_not_finite_is_refused_by_row_before_anything_is_fitted_to_it(toy, train, tmp_path):
+    from headtrain.data_gen import store
+
+    toy.make_run(tmp_path)
+    reader = store.CaptureStore(tmp_path / "captures")
+    first = reader.rows[5]
+    reader._tensors(first.file)["last"][sum(row.tokens for row in reader.rows[:5]) + 1] = float("inf")
+    with pytest.raises(ValueError, match=rf"captures-00000\.safetensors: row {first.id} has values in `last`"):
+        reader.read(first)
+    reader.read(reader.rows[4])
+
+
+def test_a_best_head_found_by_another_measure_counts_no_more(train, tmp_path):
+    train(tmp_path, steps=4, eval_every=2, save_every=4)
+    best = tmp_path / "training" / "best.json"
+    assert json.loads(best.read_text())["measure"] == {"k": 3, "decode_prompts": 0}
+    best.write_text(json.dumps(json.loads(best.read_text()) | {"tau": 99.0}))
+    train(tmp_path, steps=6, eval_every=2, save_every=4)
+    assert json.loads(best.read_text())["tau"] == 99.0  # the same measure: it stands
+    train(tmp_path, steps=8, eval_every=2, save_every=4, k=1)
+    assert json.loads(best.read_text())["tau"] < 2.1
+
+
+@pytest.mark.parametrize("key", ["patience", "decode_prompts"])
+def test_choosing_by_validation_rows_without_any_is_refused(toy, tmp_path, monkeypatch, key, train):
+    from headtrain.training import trainer
+
+    toy.make_run(tmp_path, valid=0)
+    with pytest.raises(ValueError, match=rf"train\.{key}: there are no validation rows; set data\.valid"):
+        trainer.train(toy.recipe(**{key: 2}), tmp_path, score=lambda head: 1.0)

@@ -56,12 +56,12 @@ def row(seed: int, prompt: int, answer: int):
 
 
 def make_run(run: Path, train: int = 24, valid: int = 6, poison: tuple[int, ...] = ()) -> None:
-    """Writes run/responses and run/captures. The training rows numbered in `poison` get a NaN in their taps."""
+    """Writes run/responses and run/captures. Training rows numbered in `poison` get taps that overflow in the head."""
     rows, infos = [], []
     for n in range(train + valid):
         made = row(n, 3 + n % 4, 8 + n % 9)
         if n in poison:
-            made.taps[2] = float("nan")
+            made.taps[2] = 1e30
         rows.append(made)
         split = "train" if n < train else "valid"
         infos.append(
@@ -107,6 +107,7 @@ class ToyHead(Head):
         trained, reach = trained_pairs(batch.supervised_N, batch.argmax_N, self.t2d, batch.cu_R1, DEPTHS)
         teacher = (batch.last_NT @ self._lent["teacher"].to(batch.last_NT.dtype).T).float().softmax(-1)
         taps = batch.taps_NAT.flatten(1) * self.feature_scale.to(batch.taps_NAT.dtype)
+        taps = taps + 0 * taps.square()  # a poisoned row overflows
         hidden, sums, correct = self.fc(taps + self.noise * torch.rand_like(taps)), [], []
         for depth in range(DEPTHS):
             hidden = self.step(batch.ids_N.roll(-1 - depth), hidden)
@@ -145,6 +146,7 @@ def toy_head(config: RecipeConfig | None = None, *_) -> ToyHead:
     head = ToyHead()
     head.attach(*language()[:2])
     head.noise = config.train.noise if config else 0.0
+    head.lm_head.weight.requires_grad_(not (config and config.head.freeze_lm_head))
     with torch.no_grad():
         head.feature_scale[:] = torch.linspace(0.5, 2, TAPS * HIDDEN)
         head.fc.weight /= head.feature_scale
@@ -162,11 +164,12 @@ def read_head(folder: Path) -> ToyHead:
 
 
 def recipe(**train) -> RecipeConfig:
-    """A recipe for the toy; `seed`, `k` and `logger` besides the keys of `train`."""
+    """A recipe for the toy; `seed`, `k`, `logger` and `freeze_lm_head` besides the keys of `train`."""
     config = RecipeConfig()
     config.target.device = "cpu"
     config.seed, config.eval.k = train.pop("seed", 7), [train.pop("k", 3)]
     config.logger = train.pop("logger", "none")
+    config.head.freeze_lm_head = train.pop("freeze_lm_head", False)
     defaults = {"batch_tokens": 64, "lr": 5e-3, "precision": "fp32", "steps": 12, "warmup": 0.1, "log_every": 4}
     for key, value in (defaults | train).items():
         if not hasattr(config.train, key):
