@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from headtrain.config import TrainConfig
 from headtrain.heads import eagle3
 from headtrain.heads.base import Batch
 from headtrain.heads.layers import fused_loss, rms_norm
@@ -78,7 +79,7 @@ def test_the_gradient_at_the_logits_is_the_softmax_minus_the_renormalised_target
 def test_accuracy_is_told_over_the_reachable_and_over_all_supervised_positions(head, batch):
     output = head(batch)
     assert (output.count_D.tolist(), output.reach_D.tolist()) == ([2], [4])
-    tally = Tally(1, torch.device("cpu"))
+    tally = Tally(head.config, TrainConfig(), torch.device("cpu"))
     tally.add(output, batch)
     said = tally.read(Ranks(0, 1, torch.device("cpu")))
     assert (said["accuracy"], said["accuracy_all"]) == ([1.0], [0.5])
