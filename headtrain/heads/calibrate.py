@@ -57,7 +57,7 @@ def calibrate(head: Eagle3Head, sample: Batch, parts: TargetParts, seed: int) ->
     values_CH = orthogonal(c.num_key_value_heads * c.head_dim, c.hidden_size, generator).to(device)
     copying, reading = _query_heads(head)
     read_CH = torch.zeros_like(values_CH)
-    rows = torch.cat([torch.arange(j * c.head_dim, (j + 1) * c.head_dim) for j, _ in reading])
+    rows = [j * c.head_dim + d for j, _ in reading for d in range(c.head_dim)]  # values that reading heads hand on
 
     slots = _slots_with_next(sample)
     taps_PF = sample.taps_NAT[slots].flatten(1).float() * head.feature_scale.to(device)
@@ -131,8 +131,8 @@ def _set_heads(
 
 
 def _way_back(values_VC: Tensor, directions_VH: Tensor, counts_V: Tensor) -> Tensor:
-    """Ridge regression [C, H] from the tokens' values to their lm_head directions, weighted by how often they occur."""
-    weight_V1 = counts_V.sqrt()[:, None]
+    """Ridge regression [C, H] from the tokens' values to directions or codes, weighted by how often they occur."""
+    weight_V1 = (counts_V + 1).sqrt()[:, None]
     centred = [(x - x.mean(0)) * weight_V1 for x in (values_VC, directions_VH)]
     return ridge(*centred)
 
@@ -166,13 +166,6 @@ def _temper(head: Eagle3Head, sample: Batch) -> None:
         head.norm.weight.copy_(scale * weight_H)
         losses.append(float(head(begin).loss))
     head.norm.weight.copy_(SCALES[losses.index(min(losses))] * weight_H)
-
-
-def _way_back(codes_VC: Tensor, directions_VH: Tensor, counts_V: Tensor) -> Tensor:
-    """Ridge regression [C, H] from the tokens' codes to their lm_head directions, weighted by how often they occur."""
-    weight_V1 = (counts_V.float() + 1).sqrt()[:, None]
-    centred = [(x - x.mean(0)) * weight_V1 for x in (codes_VC, directions_VH)]
-    return ridge(*centred)
 
 
 def _slots_with_next(sample: Batch) -> Tensor:

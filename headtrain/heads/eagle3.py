@@ -37,7 +37,7 @@ from headtrain.heads.layers import (
     rope_tables,
     rotate,
 )
-from headtrain.heads.objectives import OBJECTIVES, WEIGHTS, fixed, smooth_l1
+from headtrain.heads.objectives import OBJECTIVES, WEIGHTS, smooth_l1
 from headtrain.heads.vocab import draft_size, trained_pairs
 from headtrain.target import TargetParts
 
@@ -291,11 +291,11 @@ class Eagle3Head(Head):
         last_NT = batch.last_NT.to(x_MH.dtype)
         loss, loss_M, hit_M = fused_loss(
             partial(OBJECTIVES[t.objective], hard=t.hard_weight), partial(WEIGHTS[t.weights], decay=t.decay), scale_D,
-            x_MH, self.lm_head.weight, Pairs(slot_M, depth_M, at_M, draft_id_V[batch.argmax_N[at_M]]),
+            x_MH, self.lm_head.weight, Pairs(slot_M, depth_M, draft_id_V[batch.argmax_N[at_M]]),
             Teacher(last_NT, batch.logsumexp_N, self._frozen("teacher"), self.logit_scale),
         )  # fmt: skip
         if t.feature_weight:
-            weight_M = t.feature_weight * fixed(scale_D[None], scale_D[None], t.decay)[0][depth_M] * scale_D[depth_M]
+            weight_M = t.feature_weight * t.decay**depth_M * scale_D[depth_M]
             loss = loss + (smooth_l1(x_MH, last_NT[at_M]) * weight_M).sum()
         per_depth = lambda values: torch.zeros_like(count_D).index_add_(0, depth_M, values)  # noqa: E731
         ones = torch.ones_like(loss_M)

@@ -219,13 +219,10 @@ def _per_row(segments: list[Segment], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass
 class Pairs:
-    """M trained pairs: slot and depth of each (int64 [M]), where its teacher stands (int64 [M]), its label's draft id.
-
-    The pair of slot p and depth d is taught at position p + 1 + d."""
+    """M trained pairs: slot and depth of each, and the draft id of its label, all int64 [M]."""
 
     slot_M: Tensor
     depth_M: Tensor
-    at_M: Tensor
     label_M: Tensor
 
 
@@ -252,7 +249,8 @@ class _FusedLoss(torch.autograd.Function):
         order = torch.argsort(pairs.slot_M * depths + pairs.depth_M)
         _, chain_M = torch.unique_consecutive(pairs.slot_M[order], return_inverse=True)
         for index, chain in _whole_chains(order, chain_M, max(1, chunk // depths)):
-            positions, which = torch.unique(pairs.at_M[index], return_inverse=True)
+            taught_at = pairs.slot_M[index] + 1 + pairs.depth_M[index]
+            positions, which = torch.unique(taught_at, return_inverse=True)
             logits_UV = (teacher.last_NT[positions] @ teacher.lm_head_VT.T).float() * teacher.logit_scale
             place = (chain, pairs.depth_M[index])
 

@@ -79,6 +79,16 @@ def test_a_calibrated_head_knows_what_follows_the_token_read_even_from_features_
     assert float((drafts[slots] == fresh.ids_N[torch.tensor(slots) + 2]).float().mean()) > 0.8
 
 
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 2), (8, 8), (6, 2), (4, 1)])
+def test_any_number_of_heads_and_key_heads_gets_a_start_of_finite_numbers(heads, key_heads):
+    recipe, p = RecipeConfig(), parts(tied=True)
+    recipe.head.draft_vocab, recipe.head.heads, recipe.head.kv_heads = "full", heads, key_heads
+    counts, sample = torch.ones(V, dtype=torch.long), repeating_text(p.embedding)
+    head = new_head(recipe, p, counts, counts, sample)
+    assert all(bool(tensor.isfinite().all()) for tensor in head.parameters())
+    assert bool(head(sample).loss.isfinite())
+
+
 def test_ridge_regression_finds_a_linear_map():
     g = torch.Generator().manual_seed(0)
     x, true = torch.randn(500, 6, generator=g), torch.randn(6, 4, generator=g)

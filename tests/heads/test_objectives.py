@@ -103,7 +103,7 @@ def test_dynamic_weights_see_whole_chains_whatever_the_chunk(chunk):
 
     scale = torch.tensor([1.0, 0.5, 0.25])
     loss, loss_M, hit_M = fused_loss(
-        partial(OBJECTIVES["soft_ce"], hard=0.0), weights, scale, x, w, Pairs(slot, depth, at, label_N[at]),
+        partial(OBJECTIVES["soft_ce"], hard=0.0), weights, scale, x, w, Pairs(slot, depth, label_N[at]),
         Teacher(last, torch.zeros(len(last)), head), chunk,
     )  # fmt: skip
     hits = torch.zeros(slots, depths, dtype=torch.bool)
