@@ -43,9 +43,24 @@ def readable(size: float) -> str:
     return f"{size:.1f} TB"
 
 
+def what_helps(dtype: str, given: bool = False, total: float | None = None) -> str:
+    """What can be done when captures need more disk than there is (`total` bytes), by the keys to set.
+
+    given: the answers come with the data (data.responses.backend=given).
+    """
+    ways = ["fewer rows (data.prompts limit)", "shorter rows (data.max_length, data.responses.max_new_tokens)"]
+    if given:
+        ways[1] = "shorter rows (data.max_length)"
+    ways.append("fewer taps (head.taps)")
+    if DTYPE_BYTES[dtype] > 2:
+        ways.append("data.captures.dtype=bfloat16" + (f" ({readable(total / 2)})" if total else ""))
+    return ", ".join([*ways, "a larger disk (run_dir)"])
+
+
 def check_disk(
-    rows: int, tokens_per_row: float, hidden: int, taps: int, dtype: str, free: int, allow_low_disk: bool = False
-) -> str:
+    rows: int, tokens_per_row: float, hidden: int, taps: int, dtype: str, free: int, allow_low_disk: bool = False,
+    given: bool = False,
+) -> str:  # fmt: skip
     """The estimate as text. DiskError when it exceeds the free bytes, unless `allow_low_disk`."""
     token = bytes_per_token(hidden, taps, dtype)
     total = token * tokens_per_row * rows
@@ -57,13 +72,10 @@ def check_disk(
         return text
     if allow_low_disk:
         return f"{text}; started all the same (data.captures.allow_low_disk=true)"
-    half = "" if DTYPE_BYTES[dtype] == 2 else f", data.captures.dtype=bfloat16 ({readable(total / 2)})"
     raise DiskError(
-        f"{text}. Too little space. What helps: fewer rows (data.prompts limit), shorter rows (data.max_length, "
-        f"data.responses.max_new_tokens), fewer taps (head.taps){half}, a run_dir on a larger disk, or "
-        "data.captures.allow_low_disk=true to start all the same. 8-bit captures "
-        f"({readable(token / DTYPE_BYTES[dtype] * tokens_per_row * rows)}), a ring buffer and online training, which "
-        "stores nothing, are not in this version"
+        f"{text}. Too little space. What helps: {what_helps(dtype, given, total)}; or "
+        "data.captures.allow_low_disk=true to start all the same and stop before the disk is full. Not in this version: 8-bit captures "
+        f"({readable(total / DTYPE_BYTES[dtype])}), a ring buffer, and online training, which stores nothing"
     )
 
 

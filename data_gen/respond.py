@@ -93,20 +93,6 @@ def _batches(rows: list[list], budget: int) -> list[list[list]]:
     return batches
 
 
-def what_helps(config: RecipeConfig) -> str:
-    """What can be done when the captures need more disk than there is, by the keys to set."""
-    given = config.data.responses.backend == "given"
-    ways = [
-        "fewer rows (data.prompts limit)",
-        f"shorter rows (data.max_length{'' if given else ', data.responses.max_new_tokens'})",
-        "fewer taps (head.taps)",
-        "a larger disk (run_dir)",
-    ]
-    if config.data.captures.dtype == "float32":
-        ways.insert(3, "half the bytes (data.captures.dtype=bfloat16)")
-    return ", ".join(ways)
-
-
 def estimate_disk(config: RecipeConfig, hidden: int, taps: int, plan: dict, folder: str | Path, open_only=()) -> str:
     """The upper estimate of what the plan's captures need (of the batches in `open_only`, when given), as text.
 
@@ -115,14 +101,8 @@ def estimate_disk(config: RecipeConfig, hidden: int, taps: int, plan: dict, fold
     rows = [row for n, batch in enumerate(plan["batches"]) if not open_only or n in open_only for row in batch]
     mean = sum(row[1] + row[2] for row in rows) / max(len(rows), 1)
     rule, free = config.data.captures, free_bytes(folder)
-    try:
-        return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk)
-    except capture.DiskError as error:  # what helps depends on the recipe
-        need = str(error).partition(" What helps: ")[0]
-        raise capture.DiskError(
-            f"{need} What helps: {what_helps(config)}; or data.captures.allow_low_disk=true to start all the same and "
-            "stop before the disk is full"
-        ) from None
+    given = config.data.responses.backend == "given"
+    return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk, given)
 
 
 # ------------------------------------------------------------------------------------------------- the work

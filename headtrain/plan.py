@@ -280,8 +280,7 @@ def _training_lines(model: Model, config: RecipeConfig, devices: Devices) -> lis
 
 
 def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
-    from headtrain.data_gen.capture import bytes_per_token
-    from headtrain.data_gen.respond import what_helps
+    from headtrain.data_gen.capture import bytes_per_token, what_helps
 
     token = bytes_per_token(model.shape.hidden, model.taps, config.data.captures.dtype)
     tokens, rows, free = row_tokens(config), rows_of(config), free_bytes(config.run_dir or ".")
@@ -293,7 +292,8 @@ def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
     ]
     if rows and total > free:
         then = "starts all the same" if config.data.captures.allow_low_disk else "does not start"
-        lines += [f"           TOO LITTLE SPACE: a run {then}. What helps: {what_helps(config)}"]
+        ways = what_helps(config.data.captures.dtype, config.data.responses.backend == "given", total)
+        lines += [f"           TOO LITTLE SPACE: a run {then}. What helps: {ways}"]
     if not rows:
         lines.append("           (no source has a limit, so the number of rows is not known before they are read)")
     return lines
