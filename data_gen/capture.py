@@ -74,8 +74,9 @@ def check_disk(
         return f"{text}; started all the same (data.captures.allow_low_disk=true)"
     raise DiskError(
         f"{text}. Too little space. What helps: {what_helps(dtype, given, total)}; or "
-        "data.captures.allow_low_disk=true to start all the same and stop before the disk is full. Not in this version: 8-bit captures "
-        f"({readable(total / DTYPE_BYTES[dtype])}), a ring buffer, and online training, which stores nothing"
+        "data.captures.allow_low_disk=true to start all the same and stop before the disk is full. "
+        f"Not in this version: 8-bit captures ({readable(total / DTYPE_BYTES[dtype])}), a ring buffer, and online "
+        "training, which stores nothing"
     )
 
 

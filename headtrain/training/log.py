@@ -37,6 +37,10 @@ class Tally:
         rest = torch.stack([output.loss.detach() / batch.parts, tokens, batch.supervised_N.sum(), seen])
         self._sums += torch.cat([*(getattr(output, name).double() for name in self.NAMES), rest.double()])
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes time that was not spent on training steps out of the interval."""
+        self._began += seconds
+
     def read(self, ranks: Ranks) -> dict[str, Any]:
         """Means of the interval, over all processes; then starts a new one. Every process must call it."""
         sums = ranks.sum(self._sums.clone()).cpu()

@@ -124,6 +124,7 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
                 tau = facts["decoded_tau"] = ranks.agree(score(served) if ranks.first else None)
             best.offer(served, facts, tau, step)
         clock.reserve = ranks.agree(time.monotonic() - began)
+        tally.leave_out(clock.reserve)
         better = state["best"] is None or tau > state["best"]
         state.update(tau=tau, best=tau if better else state["best"], stale=0 if better else state["stale"] + 1)
         log.write({"step": step, "share": share, **facts})
@@ -162,11 +163,13 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
                     share = 1.0
                     log.say(f"{t.patience} evaluations in a row without a better τ (train.patience): stopping here")
             if share >= 1 or step % t.save_every == 0:
+                began = time.monotonic()
                 state |= {"step": step, "elapsed": clock.elapsed, "parts": parts, "guard": guard.state(), **expected}
                 with snapshot.of(engine, shards, average) as served:
-                    checkpoint.save(
-                        folder / "checkpoints", state, served, dtype, shards, average, t.keep, ranks
-                    )  # fmt: skip
+                    checkpoint.save(folder / "checkpoints", state, served, dtype, shards, average, t.keep, ranks)
+                tally.leave_out(time.monotonic() - began)
+        if step == 0:
+            logger.warning("train.seconds=%g left no time for a step after the first evaluation", t.seconds or 0)
         with snapshot.of(engine, shards, average) as served:
             best.finish(served, step, run / "head")
         log.say(f"{step} steps ({state['skipped']} skipped), best: {best.step}; the head is in {run / 'head'}")

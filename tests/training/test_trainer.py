@@ -247,3 +247,24 @@ def test_choosing_by_validation_rows_without_any_is_refused(toy, tmp_path, monke
     toy.make_run(tmp_path, valid=0)
     with pytest.raises(ValueError, match=rf"train\.{key}: there are no validation rows; set data\.valid"):
         trainer.train(toy.recipe(**{key: 2}), tmp_path, score=lambda head: 1.0)
+
+
+def test_the_speed_in_the_log_is_that_of_the_steps_and_not_of_evaluations_between_them(train, tmp_path, monkeypatch):
+    from headtrain.training import trainer
+
+    plain = trainer.simulate
+
+    def slow(*args):
+        time.sleep(0.5)
+        return plain(*args)
+
+    monkeypatch.setattr(trainer, "simulate", slow)
+    log = train(tmp_path, steps=8, eval_every=1, log_every=4, save_every=100)
+    first, second = (line for line in log if "tokens_per_s" in line)
+    stepping = second["tokens"] / second["tokens_per_s"]
+    assert stepping < second["elapsed_s"] - first["elapsed_s"] - 1.9  # four evaluations between them take 2 seconds
+
+
+def test_a_run_whose_time_is_over_before_the_first_step_says_so(train, tmp_path, caplog):
+    train(tmp_path, steps=None, seconds=1e-6)
+    assert "train.seconds=1e-06 left no time for a step" in caplog.text
