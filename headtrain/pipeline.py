@@ -232,15 +232,15 @@ class Job:
         was_there = folder.is_dir()
         manifest = Manifest(folder)
         done = manifest.open(*self.marks[stage])
-        if done and (lost := self.lost(stage)):
-            print(f"{stage}: {', '.join(path.name for path in lost)} is gone; making it again")
-            manifest.reopen()
-            done = False
         if was_there and before != mark:
             why = "made with other settings" if before else "without a manifest"
             print(f"{stage}: {why}; the old folder is kept beside it")
             if stage == "training":
                 self._swap_heads(before or "unmarked", mark)
+        if done and (lost := self.lost(stage)):
+            print(f"{stage}: {', '.join(path.name for path in lost)} is gone; making it again")
+            manifest.reopen()
+            done = False
         return done
 
     def _swap_heads(self, before: str, mark: str) -> None:

@@ -127,6 +127,25 @@ def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, 
     assert "nothing to do" in headtrain(*arguments, env=launched).stdout
 
 
+def test_a_finished_head_comes_back_with_its_settings_even_when_those_in_between_made_none(tmp_path, capsys):
+    job = pipeline.Job.__new__(pipeline.Job)
+    job.run = tmp_path
+
+    def opened(settings: str) -> bool:
+        job.marks = {"training": (settings * 32, {"settings": settings})}
+        return job.open("training")
+
+    assert not opened("a")
+    (tmp_path / "head").mkdir()
+    for name in ("training/best.json", "head/config.json", "head/model.safetensors"):
+        (tmp_path / name).write_text("made by a")
+    Manifest(tmp_path / "training").finish({})
+    assert opened("a")
+    assert not opened("b") and not (tmp_path / "head").exists()
+    assert opened("a") and (tmp_path / "head" / "config.json").read_text() == "made by a"
+    assert "is gone" not in capsys.readouterr().out
+
+
 def test_two_runs_do_not_share_a_run_folder(headtrain, tmp_path):
     (tmp_path / "run").mkdir()
     with claimed(tmp_path / "run" / ".lock") as mine:
@@ -151,6 +170,7 @@ def test_training_without_an_end_is_refused_before_anything_starts(recipe, tmp_p
         ("eval.suites=[heldout,nowhere.jsonl]", "nowhere.jsonl: no such file"),
         ("data.max_length=100000", "the target has 512 positions"),
         ("head.taps=[7,8]", "tap"),
+        ("train.precision=fp16", "train.precision=fp16 needs a GPU"),
     ],
 )
 def test_what_must_fail_later_fails_before_the_first_heavy_stage(override, said, recipe, tmp_path):
@@ -159,7 +179,8 @@ def test_what_must_fail_later_fails_before_the_first_heavy_stage(override, said,
 
     config = configload.load(str(recipe), [f"run_dir={tmp_path / 'run'}", "smoke=true", "data.max_length=256"])
     build_target(shrink(config), tmp_path / "model")
-    wanted = [f"run_dir={tmp_path / 'run'}", f"target.model={tmp_path / 'model'}", "data.max_length=256"]
+    wanted = [f"run_dir={tmp_path / 'run'}", f"target.model={tmp_path / 'model'}", "data.max_length=256",
+              "target.device=cpu"]  # fmt: skip
     coming = {"coming": "responses,captures,training,report"}
     stages.check(configload.load(str(recipe), wanted), tmp_path / "run", coming)
     wanted = [text for text in wanted if text.split("=")[0] != override.split("=")[0]]
