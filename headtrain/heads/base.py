@@ -145,10 +145,13 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def expand(self, state: Any, tokens_B: Tensor, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """One more drafting step of a chain, after draft tokens `tokens_B` (target ids).
+    def expand(self, state: Any, tokens_BM: Tensor, parents_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafts on from M nodes per request: draft tokens (target ids) just chosen, below the nodes `parents_BM`.
 
-        Returns logits [B, draft vocab] and hidden [B, H].
+        Nodes are numbered in the order of these calls since `extend`; -1 is the root, the last true slot. A node sees
+        the true prefix, its ancestors and itself; the state keeps each node's hidden, which its children are fed.
+        Heads that draft all positions at once answer with the logits of the node's depth, whatever the tokens are.
+        Returns logits [B, M, draft vocab] and hidden [B, M, H].
         """
         raise NotImplementedError
 

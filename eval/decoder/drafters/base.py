@@ -36,6 +36,10 @@ class Drafter:
     name = ""
     taps: tuple[int, ...] = ()
 
+    def nodes(self, k: int) -> int:
+        """The most nodes a proposal of depth k has; more than k for trees only."""
+        return k
+
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """Forgets everything; the new requests begin with prompt[0] and never hold more than `capacity` tokens.
 
@@ -47,8 +51,8 @@ class Drafter:
         """Takes in what the target settled: first the prompt's slots, then every step's."""
         raise NotImplementedError
 
-    def propose(self, k: int, uniform_BK: Tensor | None = None) -> DraftTree:
-        """A chain of at most k tokens per request. `uniform_BK` in [0, 1): for drawing them, above temperature 0."""
+    def propose(self, k: int, uniform_BN: Tensor | None = None) -> DraftTree:
+        """A tree (or chain) at most k deep. `uniform_BN` in [0, 1), one for each of nodes(k): for drawing tokens."""
         raise NotImplementedError
 
     def select(self, rows: Tensor) -> None:
