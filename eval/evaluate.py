@@ -121,7 +121,7 @@ def work(
     `workers`: how many processes run at once; it is written beside each timing.
     """
     from headtrain.eval.decoder.drafters import make_drafter
-    from headtrain.eval.decoder.verify import Sampling
+    from headtrain.eval.decoder.sampling import Sampling
     from headtrain.packed import pack_linears
 
     for model in (target.model, head):

@@ -236,7 +236,7 @@ def decoded_tau(config: RecipeConfig, run: Path) -> Callable[[Any], float]:
     def score(head: Any) -> float:
         from headtrain.eval.decoder.decode import decode
         from headtrain.eval.decoder.drafters.head import HeadDrafter
-        from headtrain.eval.decoder.verify import Sampling
+        from headtrain.eval.decoder.sampling import Sampling
         from headtrain.target import Target
 
         if not target:

@@ -20,7 +20,8 @@ from torch import Tensor
 from headtrain.cache import KVCache
 from headtrain.eval.decoder.drafters.base import Drafter, News
 from headtrain.eval.decoder.drafters.none import NoDrafter
-from headtrain.eval.decoder.verify import Sampling, Verdict, greedy_chain, probabilities, sampled_chain
+from headtrain.eval.decoder.sampling import Sampling, probabilities
+from headtrain.eval.decoder.verify import Verdict, greedy_chain, sampled_chain
 from headtrain.target import Target, TargetStates
 from headtrain.tree import DraftTree
 

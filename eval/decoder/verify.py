@@ -13,20 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the target's next token is chosen. temperature 0: its argmax (then top_p and top_k play no part)."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach this; 1: all
-    top_k: int = 0  # keep this many tokens; 0: all
-
-    def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"{self}: needs temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0")
-
-    greedy = property(lambda self: self.temperature == 0)
+from headtrain.eval.decoder.sampling import draw
 
 
 @dataclass
@@ -42,31 +29,6 @@ class TreeVerdict(Verdict):
     """path_BD: int64, the accepted nodes from the root down, -1 after the last; D is the tree's depth at most."""
 
     path_BD: Tensor
-
-
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """float32 [..., V]: softmax at the temperature, then top-k, then top-p, renormalised. Needs temperature > 0."""
-    logits = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        lowest = logits.topk(sampling.top_k, -1).values[..., -1:]
-        logits = logits.masked_fill(logits < lowest, float("-inf"))
-    p = logits.softmax(-1)
-    if sampling.top_p < 1:
-        ordered, order = p.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        drop = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
-        p = p.masked_fill(drop, 0)
-        p = p / p.sum(-1, keepdim=True)
-    return p
-
-
-def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """int64 [B]: one token per row in proportion to its weight (≥ 0, not all 0), by inverting the cumulated weights."""
-    cumulated = weights_BV.double().cumsum(-1)
-    wanted = uniform_B.double() * cumulated[:, -1]
-    token_B = torch.searchsorted(cumulated, wanted[:, None], right=True)[:, 0]
-    last_B = (cumulated < cumulated[:, -1:]).sum(-1)  # the last token with a weight above 0: a guard against rounding
-    return torch.minimum(token_B, last_B)
 
 
 def acceptance(p_BKV: Tensor, drafts_BK: Tensor, q_BKV: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from headtrain.eval.decoder.drafters.head import HeadDrafter
 from headtrain.eval.decoder.drafters.hybrid import HybridDrafter
 from headtrain.eval.decoder.drafters.ngram import NgramDrafter
 from headtrain.eval.decoder.drafters.none import NoDrafter
-from headtrain.eval.decoder.verify import Sampling
+from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Head
 
 NAMES = ("none", "ngram", "head", "head+ngram")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headtrain.eval.decoder.drafters.base import Drafter, News
-from headtrain.eval.decoder.verify import Sampling, draw, probabilities
+from headtrain.eval.decoder.sampling import Sampling, draw, probabilities
 from headtrain.heads.base import Head
 from headtrain.tree import DraftTree
 

@@ -9,7 +9,7 @@ import torch
 
 from headtrain.eval.decoder.decode import compare, decode
 from headtrain.eval.decoder.drafters import Drafter, HeadDrafter, HybridDrafter, NgramDrafter, make_drafter
-from headtrain.eval.decoder.verify import Sampling
+from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Batch
 from headtrain.tree import DraftTree
 

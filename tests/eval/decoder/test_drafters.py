@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headtrain.eval.decoder.drafters import NAMES, News, make_drafter
 from headtrain.eval.decoder.drafters.ngram import History, NgramDrafter
-from headtrain.eval.decoder.verify import Sampling
+from headtrain.eval.decoder.sampling import Sampling
 
 
 def search(tokens, k, shortest=1, longest=3):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headtrain.eval.decoder import verify
-from headtrain.eval.decoder.verify import Sampling, draw, greedy_chain, greedy_tree, probabilities, sampled_chain
+from headtrain.eval.decoder.sampling import Sampling, draw, probabilities
+from headtrain.eval.decoder.verify import greedy_chain, greedy_tree, sampled_chain
 
 
 def test_greedy_chain_accepts_leading_matches_and_adds_the_targets_next_token():
