@@ -41,7 +41,7 @@ def measure_costs(
     target: Target, runs: Sequence[tuple[dict[str, Any], Drafter, int]], texts: Sequence[Text],
     batches: Iterable[int], rounds: int = 7,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Times of a forward (`what` "verify") and of drafting ("draft"), by batch; rows of tokens, batch, context, seconds.
+    """Times of a forward (`what` "verify") and of drafting ("draft"): rows of tokens, batch, context, seconds.
 
     runs: (labels for the rows: drafter, head, tree; the drafter; its largest K). texts: finished answers, along which
     the drafters walk, so that an n-gram finds what it would find; a batch larger than their number repeats them.
@@ -260,9 +260,9 @@ def stops_paying(speedup: Callable[[int], float], up_to: int = BATCHES[-1]) -> i
 
 
 def overhead_seconds(costs: Costs, plain: Mapping[str, float], batch: int = 1) -> float:
-    """Seconds of a plain step beside its forward, from the shares of a plain run's wall time (verify_share, prefill_share).
+    """Seconds of a plain step beside its forward, from `verify_share` and `prefill_share` of a plain run's wall time.
 
-    The share is taken of the same run, so that another speed of the machine at that time does not matter.
+    Only the ratio is taken from that run, so another speed of the machine at that time does not matter.
     """
     forward = plain["verify_share"] / (1 - plain["prefill_share"])
     return max(0.0, 1 / forward - 1) * costs.verify(1, batch)
@@ -275,7 +275,7 @@ def without_prefill(row: Mapping[str, float], plain: Mapping[str, float]) -> flo
 
 # ------------------------------------------------------------------------------------------------- bounds
 
-Run = tuple[Sequence[int], Callable[[int], float]]  # accepted of every step in order; cost of a step that drafts so many
+Run = tuple[Sequence[int], Callable[[int], float]]  # accepted of every step, in order; cost of a step by its drafts
 
 
 def oracle(tokens: int, runs: Iterable[Run], plain: float) -> float:
