@@ -47,7 +47,7 @@ def test_a_tree_accepts_the_branch_the_target_takes_where_the_best_chain_accepts
     choice = choices(tokens, parents, target)
     tree = greedy_tree(choice, torch.tensor([tokens]), torch.tensor(parents), torch.tensor([6]))
     assert tree.accepted_B.tolist() == [2] and tree.bonus_B.tolist() == [Z]
-    assert [tokens[i] for i in tree.path_BD[0].tolist()] == [A, C]
+    assert tree.path_BD[0].tolist() == [1, 5, -1, -1, -1, -1] and [tokens[1], tokens[5]] == [A, C]
     chain = greedy_chain(choices([B, E], [-1, 0], target), torch.tensor([[B, E]]), torch.tensor([2]))
     assert chain.accepted_B.tolist() == [0] and chain.bonus_B.tolist() == [A]
 
@@ -57,7 +57,8 @@ def test_a_tree_does_not_accept_a_node_whose_parent_was_rejected():
     tokens, parents = [B, C, A], [-1, 0, -1]  # C after B: the token is right at depth 2, its path is not
     choice = choices(tokens, parents, target)
     verdict = greedy_tree(choice, torch.tensor([tokens]), torch.tensor(parents), torch.tensor([3]))
-    assert verdict.accepted_B.tolist() == [1] and verdict.path_BD.tolist() == [[2]] and verdict.bonus_B.tolist() == [C]
+    assert verdict.path_BD.tolist() == [[2, -1, -1]]
+    assert verdict.accepted_B.tolist() == [1] and verdict.bonus_B.tolist() == [C]
 
 
 def test_a_chain_gives_the_same_verdict_as_a_chain_and_as_a_tree():
@@ -193,13 +194,13 @@ P, Q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
 
 def test_three_tokens_worked_by_hand():
     p, q = P.expand(3, 1, 3), Q.expand(3, 1, 3)
-    accept = verify.acceptance(p, torch.tensor([[0], [1], [2]]), q)[:, 0]
+    accept = verify.ratio(p, torch.tensor([[0], [1], [2]]), q)[:, 0].clamp_max(1)
     assert float((accept * Q).sum()) == pytest.approx(0.7)  # sum of min(p, q)
-    assert verify.residual(P[None], torch.tensor([1]), Q[None])[0].tolist() == pytest.approx([0.3, 0, 0])  # always 0
-    point = verify.acceptance(P.expand(1, 1, 3), torch.tensor([[1]]), None)  # argmax of q, a choice
+    assert verify.residual(P[None], torch.tensor([1]), Q[None])[0].tolist() == [1, 0, 0]
+    point = verify.ratio(P.expand(1, 1, 3), torch.tensor([[1]]), None)  # argmax of q, a choice
     assert float(point) == pytest.approx(0.3)
     rest = verify.residual(P[None], torch.tensor([1]), None)[0]
-    assert (rest / rest.sum()).tolist() == pytest.approx([5 / 7, 0, 2 / 7])
+    assert rest.tolist() == pytest.approx([5 / 7, 0, 2 / 7])
 
 
 @pytest.mark.parametrize("argmax", [False, True])
