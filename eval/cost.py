@@ -215,31 +215,34 @@ class Costs:
         return at({b: at(points, k) for b, points in self._seconds[labels].items()}, batch)
 
 
-def longest(drafted: Iterable[int], k: int, batch: int) -> dict[int, float]:
+Steps = Mapping[tuple[int, int], int]  # (drafted tokens, or a tree's nodes; accepted) -> number of steps
+
+
+def longest(drafted: Mapping[int, int], k: int, batch: int) -> dict[int, float]:
     """Share of batched steps whose longest draft has each length, when each request's is as `drafted`, cut at k.
 
     A batch verifies as many positions as its longest draft needs: P(longest ≤ n) = P(drafted ≤ n) ** batch.
+    drafted: length -> number of steps.
     """
-    counts = Counter(min(d, k) for d in drafted)
-    total, below, out, seen = sum(counts.values()), 0.0, {}, 0
-    for length in sorted(counts):
-        seen += counts[length]
+    total, below, seen, out = sum(drafted.values()), 0.0, 0, {}
+    for length in sorted({min(d, k) for d in drafted}):
+        seen += sum(n for d, n in drafted.items() if min(d, k) == length)
         out[length] = (seen / total) ** batch - below
         below += out[length]
     return out
 
 
-def predict(
-    costs: Costs, labels: Labels, steps: Sequence[tuple[int, int]], k: int, batch: int, overhead: float = 0.0
-) -> dict[str, Any]:
+def predict(costs: Costs, labels: Labels, steps: Steps, k: int, batch: int, overhead: float = 0.0) -> dict[str, Any]:
     """tau, step (its cost in plain steps), verify_share and speedup at K = k and this batch; the formula stands above.
 
-    steps: (drafted tokens, or a tree's nodes, which are not cut; accepted) at K ≥ k. overhead: seconds of a step
-    beside drafting and forward, the same for any batch.
+    steps: at K ≥ k; a tree's nodes are not cut. overhead: seconds of a step beside drafting and forward, the same for
+    any batch.
     """
-    tree = labels[2] != "chain"
-    tau = 1 + sum(min(accepted, k) for _, accepted in steps) / len(steps)
-    widths = longest((drafted for drafted, _ in steps), max(d for d, _ in steps) if tree else k, batch)
+    drafted: Counter[int] = Counter()
+    for (count, _), n in steps.items():
+        drafted[count] += n
+    tau = 1 + sum(n * min(accepted, k) for (_, accepted), n in steps.items()) / sum(steps.values())
+    widths = longest(drafted, k if labels[2] == "chain" else max(drafted), batch)
     verify = sum(share * costs.verify(1 + width, batch) for width, share in widths.items())
     total = verify + costs.draft(labels, k, batch) + overhead
     step = total / (costs.verify(1, batch) + overhead)
@@ -279,13 +282,13 @@ Run = tuple[Sequence[int], Callable[[int], float]]  # accepted of every step, in
 
 
 def oracle(tokens: int, runs: Iterable[Run], plain: float) -> float:
-    """Speed-up over plain steps if one knew, at every token, which run's drafts hold and how many of them.
+    """Seconds of an answer if one knew, at every token, which run's drafts hold and how many of them.
 
-    tokens: the answer's length; its first comes from the prefill. A run whose step began at some token and accepted a
-    drafts offers there every length 0 … a, at the cost of drafting just that many; a plain step can be taken anywhere.
-    The cheapest way through the answer is found exactly. With one run it bounds the best K per step, with several the
-    best drafter per step; where no run began a step, only a plain one is known, so a better way may exist.
-    Only for runs that wrote the same text.
+    tokens: the answer's length; its first comes from the prefill. plain: seconds of a plain step, which can be taken
+    anywhere. A run whose step began at some token and accepted a drafts offers there every length 0 … a, at the cost of
+    drafting just that many. The cheapest way through the answer is found exactly. With one run it bounds the best K per
+    step, with several the best drafter per step; where no run began a step only a plain one is known, so a better way
+    may exist. Only for runs that wrote the same text.
     """
     offers: dict[int, list[tuple[int, float]]] = {}
     for accepted, cost in runs:
@@ -298,4 +301,4 @@ def oracle(tokens: int, runs: Iterable[Run], plain: float) -> float:
         for length, cost in [(1, plain), *offers.get(start, [])]:
             end = min(tokens, start + length)
             cheapest[end] = min(cheapest[end], cheapest[start] + cost)
-    return (tokens - 1) * plain / cheapest[tokens] if tokens > 1 else 1.0
+    return cheapest[tokens]
