@@ -6,10 +6,15 @@ Shapes: B requests, L new tokens, K draft tokens, A taps, H target hidden, V tar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headtrain.tree import DraftTree
+
+if TYPE_CHECKING:
+    from headtrain.cache import KVCache
+    from headtrain.target import Target
 
 
 @dataclass
@@ -39,6 +44,10 @@ class Drafter:
     def nodes(self, k: int) -> int:
         """The most nodes a proposal of depth k has; more than k for trees only."""
         return k
+
+    def bind(self, target: Target, cache: KVCache) -> None:
+        """Hands over the target and its cache of the batch to come, before `start`: for drafting on the target's own
+        layers. True tokens lie in slots 0, 1, 2, …; what a drafter writes into later ones, verification overwrites."""
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """Forgets everything; the new requests begin with prompt[0] and never hold more than `capacity` tokens.

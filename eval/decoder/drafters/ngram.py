@@ -1,15 +1,12 @@
-"""Prompt lookup: what followed the same few tokens the last time, in the prompt or the text so far. Needs no network.
+"""The simple n-gram drafter: what followed the same few tokens the last time, in the prompt or the text so far.
 
-Source: Saxena, "Prompt Lookup Decoding", 2023.
+Sources: Saxena, "Prompt Lookup Decoding", 2023; with `longest` = `shortest` = size-n and `most` = size-m it is the
+`ngram-simple` of llama.cpp.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from headtrain.eval.decoder.drafters.base import Drafter, News
-from headtrain.tree import DraftTree
+from headtrain.eval.decoder.drafters.lookup import LookupDrafter
 
 
 class History:
@@ -34,39 +31,32 @@ class History:
 
         Where the copy runs into the end of the text it goes on into itself, so that a loop is continued.
         """
-        tokens = self.tokens
         for n in self.lengths:
-            start = self.after.get(tuple(tokens[-n:])) if n <= len(tokens) else None
-            if start is not None:
-                period = len(tokens) - start
-                return [tokens[start + i % period] for i in range(k)]
+            if n <= len(self.tokens) and (start := self.after.get(tuple(self.tokens[-n:]))) is not None:
+                return copied(self.tokens, start, k)
         return []
 
 
-class NgramDrafter(Drafter):
-    """Looks for suffixes of `longest` down to `shortest` tokens."""
+def copied(tokens: list[int], start: int, k: int) -> list[int]:
+    """k tokens of the text from `start` on; from its end the copy goes on into itself."""
+    period = len(tokens) - start
+    return tokens[start : start + k] if k <= period else [tokens[start + i % period] for i in range(k)]
+
+
+class NgramDrafter(LookupDrafter):
+    """Looks for suffixes of `longest` down to `shortest` tokens; drafts at most `most` tokens (None: all asked for)."""
 
     name = "ngram"
 
-    def __init__(self, shortest: int = 1, longest: int = 3):
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"n-gram lengths {shortest} … {longest}: needs 1 ≤ shortest ≤ longest")
-        self.shortest, self.longest = shortest, longest
+    def __init__(self, shortest: int = 1, longest: int = 3, most: int | None = None):
+        if not 1 <= shortest <= longest or (most is not None and most < 1):
+            raise ValueError(
+                f"n-gram lengths {shortest} … {longest}, draft length {most}: needs 1 ≤ shortest ≤ longest, most ≥ 1"
+            )
+        self.shortest, self.longest, self.most = shortest, longest, most
 
-    def start(self, prompts: list[list[int]], capacity: int) -> None:
-        self._rows = [History(prompt[0], self.shortest, self.longest) for prompt in prompts]
+    def record(self, first: int) -> History:
+        return History(first, self.shortest, self.longest)
 
-    def observe(self, news: News) -> None:
-        self._device = news.tokens_BL.device
-        for row, tokens in zip(self._rows, news.tokens, strict=True):
-            row.extend(tokens)
-
-    def propose(self, k: int, uniform_BK: Tensor | None = None) -> DraftTree:
-        found = [row.continuation(k) for row in self._rows]
-        width = max(map(len, found))
-        tokens_BK = torch.tensor([f + [0] * (width - len(f)) for f in found], dtype=torch.long, device=self._device)
-        counts_B = torch.tensor([len(f) for f in found], dtype=torch.long, device=self._device)
-        return DraftTree.chain(tokens_BK.view(len(found), width), counts_B)
-
-    def select(self, rows: Tensor) -> None:
-        self._rows = [self._rows[i] for i in rows.tolist()]
+    def propose(self, k, uniform_BK=None):
+        return super().propose(k if self.most is None else min(k, self.most), uniform_BK)
