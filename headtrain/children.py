@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.config import RecipeConfig
+from headtrain.hardware import gpu_ids
 
 POLL = 0.2  # seconds between looks at the children
 PLAIN_EVERY = 15.0  # seconds between progress lines when there is no terminal
@@ -52,17 +52,6 @@ class Progress:
 
 
 # ------------------------------------------------------------------------------------------------- how many
-
-def gpu_ids() -> list[str]:
-    """The CUDA devices this process may use, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return [str(n) for n, _ in enumerate(line for line in listing.stdout.splitlines() if line.startswith("GPU "))]
-
 
 def workers(config: RecipeConfig) -> list[dict[str, str]]:
     """The environment of each worker process of the data stages and of evaluation.

@@ -32,7 +32,7 @@ class TargetConfig:
     family: str | None = None  # transformers model_type
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     revision: str | None = None  # commit, branch or tag of a Hub model
-    dtype: str = "bfloat16"  # of the forward pass in data stages; evaluation has its own
+    dtype: str = "bfloat16"  # of the forward pass in data stages (evaluation has its own); auto = see train.precision
     device: str = "auto"  # auto = cuda when there is one, else cpu
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking
@@ -124,7 +124,7 @@ class TrainConfig:
     decay: float = 0.8  # base of the depths' weights
     position_keep: float = 1.0  # share of positions that go on from each depth to the next; below 1 is faster
     noise: float = 0.0  # half-width of uniform noise on the features, which have unit size
-    precision: str = "bf16"  # bf16 | fp32 | fp16 (on a GPU only), of the forward pass; masters are fp32
+    precision: str = "bf16"  # bf16 | fp32 | fp16 (GPU only), of the forward pass; auto = bf16 where it is fast
     zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
     offload: bool = False  # the optimizer's state and step on the CPU (on a GPU, from zero_stage 1 on)
     checkpointing: bool = False  # compute each unroll depth again in the backward pass; less memory, more time
@@ -142,18 +142,30 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    suites: list[str] = field(default_factory=lambda: ["heldout"])  # heldout, humaneval, or a .jsonl file
-    limit: int | None = None  # prompts per suite
-    k: list[int] = field(default_factory=lambda: [5])  # draft tokens per step
+    suites: list[str] = field(default_factory=lambda: ["heldout"])  # heldout, a benchmark, NAME=FILE, or a .jsonl file
+    limit: int | None = None  # prompts per suite; None: all of one's own, 80 of a benchmark (40 of humaneval)
+    k: list[int] = field(default_factory=lambda: [5])  # draft tokens per step; depth of a tree
+    tree: list[str] = field(default_factory=lambda: ["chain"])  # what heads draft: chain, 4x16 (EAGLE-2), iid-2x8
     temperature: list[float] = field(default_factory=lambda: [0.0])  # 0 = greedy, with an identity check
     top_p: float = 1.0  # above temperature 0
     top_k: int = 0  # above temperature 0; 0 = all tokens
+    min_p: float = 0.0  # above temperature 0: tokens at least so likely, relative to the likeliest; 0 = all
+    rule: str = "exact"  # of acceptance: exact | block (exact, accepts more; chains) | typical (changes the output)
     batch: list[int] = field(default_factory=lambda: [16])  # requests decoded together
     drafters: list[str] = field(default_factory=lambda: ["head", "ngram", "head+ngram"])  # compared with plain decoding
+    draft_model: str | None = None  # of drafter draft_model: a small model with the target's vocabulary
+    skip_from: int | None = None  # of drafter layer_skip: how many of the target's first layers draft
+    ngram_n: int | None = None  # of the n-gram drafters: tokens that are looked up; None: each drafter's own
+    ngram_m: int | None = None  # of the n-gram drafters: tokens that are copied, at most; None: each drafter's own
+    ngram_hits: int | None = None  # of the n-gram maps: times that a text was seen before it is copied; None: their own
+    min_confidence: float = 0.0  # networks stop drafting where their confidences' product falls below; 0 = never
+    adaptive: bool = False  # decode a request plainly while its acceptance is below plain_below
+    plain_below: float = 0.4  # of adaptive: share of draft tokens accepted lately
     dtype: str = "float32"  # of the target while evaluating
     max_new_tokens: int = 128  # per prompt
     speed_prompts: list[int] = field(default_factory=lambda: [8])  # timed at batch 1: one number, or one per suite
     speed_tokens: int = 96  # new tokens of each timed prompt
+    cost_batches: list[int] = field(default_factory=lambda: [1, 4, 16])  # timed for the cost model; [] = no cost model
 
 
 @dataclass
@@ -219,12 +231,17 @@ def _matching(pattern: str, allowed: str) -> Rule:
 
 _COUNT, _SHARE = _number(1), _number(0, 1)
 _DTYPE = _one_of("float32", "bfloat16", "float16")
+DRAFTERS = (
+    "ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix", "layer_skip", "draft_model",
+    "head", "head+ngram", "head+ngram-tree",
+)  # fmt: skip
+HEAD_DRAFTERS = tuple(name for name in DRAFTERS if name.startswith("head"))
 _PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
 
 # What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
 RULES: dict[str, Rule] = {
     **{f"target.shape.{key.name}": _COUNT for key in fields(ShapeConfig)},
-    "target.dtype": _DTYPE,
+    "target.dtype": _one_of("auto", "float32", "bfloat16", "float16"),
     "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
     "data.prompts.source": _matching(r".*\S.*", "a file (.json, .jsonl) or package:NAME/FILE"),
     "data.prompts.limit": _COUNT,
@@ -270,7 +287,7 @@ RULES: dict[str, Rule] = {
     "train.position_keep": _number(0, 1, open_low=True),
     "train.noise": _number(0),
     "train.decay": _number(0, 1, open_low=True),
-    "train.precision": _one_of("bf16", "fp32", "fp16"),
+    "train.precision": _one_of("auto", "bf16", "fp32", "fp16"),
     "train.zero_stage": _one_of(0, 1, 2, 3),
     "train.ema": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
     "train.spike": Rule(lambda value: value == 0 or 1 < value < math.inf, "0, or above 1"),
@@ -287,12 +304,22 @@ RULES: dict[str, Rule] = {
     "eval.temperature": _number(0),
     "eval.top_p": _number(0, 1, open_low=True),
     "eval.top_k": _number(0),
+    "eval.min_p": _SHARE,
+    "eval.tree": _matching(
+        r"chain|(iid-)?[1-9]\d*x[1-9]\d*", "chain, WIDTHxNODES such as 4x16, or iid-WIDTHxNODES such as iid-2x8"
+    ),
+    "eval.rule": _one_of("exact", "block", "typical"),
     "eval.batch": _COUNT,
-    "eval.drafters": _one_of("head", "ngram", "head+ngram"),
+    "eval.drafters": _one_of(*DRAFTERS),
+    "eval.skip_from": _COUNT,
+    **{f"eval.ngram_{key}": _COUNT for key in ("n", "m", "hits")},
+    "eval.min_confidence": _SHARE,
+    "eval.plain_below": _SHARE,
     "eval.dtype": _DTYPE,
     "eval.max_new_tokens": _COUNT,
     "eval.speed_prompts": _number(0),
     "eval.speed_tokens": _COUNT,
+    "eval.cost_batches": _COUNT,
     "export.formats": _one_of("vllm"),
     "launch.gpus": _PROCESSES,
     "launch.workers": _PROCESSES,
@@ -341,11 +368,35 @@ def validate(config: RecipeConfig) -> None:
         raise ConfigError(
             f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
         )
-    if len(config.eval.speed_prompts) not in (1, len(config.eval.suites)):
+    _validate_eval(config.eval, shape)
+
+
+def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:
+    if len(e.speed_prompts) not in (1, len(e.suites)):
         raise ConfigError(
-            f"eval.speed_prompts={config.eval.speed_prompts}: give one number, or one per suite "
-            f"({len(config.eval.suites)})"
+            f"eval.speed_prompts={e.speed_prompts}: give one number, or one per suite ({len(e.suites)})"
         )
+    own = {
+        "draft_model": ("draft_model",), "skip_from": ("layer_skip",),
+        **dict.fromkeys(("ngram_n", "ngram_m"), tuple(name for name in DRAFTERS if "ngram" in name)),
+        "ngram_hits": ("ngram-map-k", "ngram-map-k4v"), "min_confidence": (*HEAD_DRAFTERS, "draft_model", "layer_skip"),
+    }  # fmt: skip
+    for key, drafters in own.items():
+        value, used = getattr(e, key), [name for name in e.drafters if name in drafters]
+        if value and not used:
+            raise ConfigError(f"eval.{key}={value}: only for {', '.join(drafters)}, which eval.drafters does not have")
+        if not value and used and key in ("draft_model", "skip_from"):
+            raise ConfigError(f"eval.drafters has {used[0]}, which needs eval.{key}")
+    if e.skip_from and shape.layers and e.skip_from >= shape.layers:
+        raise ConfigError(f"eval.skip_from={e.skip_from}: fewer than the target's {shape.layers} layers are needed")
+    trees = [tree for tree in e.tree if tree != "chain"]
+    if trees and not any(name in HEAD_DRAFTERS for name in e.drafters):
+        raise ConfigError(f"eval.tree={trees[0]}: only heads draft such trees, and eval.drafters has none with a head")
+    if e.rule == "block" and (trees or "head+ngram-tree" in e.drafters):
+        raise ConfigError(f"eval.rule=block takes chains; leave out {trees[0] if trees else 'drafter head+ngram-tree'}")
+    if max(e.temperature) == 0:
+        for key in (f"tree={tree}" for tree in trees if tree.startswith("iid")):
+            raise ConfigError(f"eval.{key}: children are drawn independently, which needs a temperature above 0")
 
 
 def _check_values(prefix: str, node: Any) -> None:
@@ -363,4 +414,6 @@ def _check_values(prefix: str, node: Any) -> None:
                 raise ConfigError(f"{path}={item}: not allowed; allowed: {RULES[path].allowed}")
 
 
-_NEVER_EMPTY = {"eval.k", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"}
+_NEVER_EMPTY = {
+    "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"
+}  # fmt: skip

@@ -19,10 +19,12 @@ from typing import Any
 
 from headtrain import config as schema
 from headtrain.config import RULES, ConfigError, PromptSource, RecipeConfig, validate
+from headtrain.hardware import fast_bf16
 
 # Lists of alternatives that one run goes through; a single value is wrapped.
 SWEPT = (
-    "eval.k", "eval.temperature", "eval.batch", "eval.drafters", "eval.suites", "eval.speed_prompts", "export.formats"
+    "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.drafters", "eval.suites", "eval.speed_prompts",
+    "eval.cost_batches", "export.formats",
 )  # fmt: skip
 
 
@@ -170,21 +172,27 @@ def load(recipe: str, overrides: list[str]) -> RecipeConfig:
     config = merge(layers)
     if config.run_dir is None:
         config.run_dir = str(Path("runs") / (Path(recipe).stem + ("-smoke" if config.smoke else "")))
-    validate(config)
-    return config
+    return _checked(config)
 
 
 def load_overrides(overrides: list[str]) -> RecipeConfig:
     """The checked config of overrides alone, without a recipe."""
-    config = merge([("the command line", _nested([parse_override(text) for text in overrides]))])
-    validate(config)
-    return config
+    return _checked(merge([("the command line", _nested([parse_override(text) for text in overrides]))]))
 
 
 def load_resolved(path: Path) -> RecipeConfig:
     """The config that a run folder's `config.yaml` holds."""
-    config = merge([(str(path), read_yaml(path))])
+    return _checked(merge([(str(path), read_yaml(path))]))
+
+
+def _checked(config: RecipeConfig) -> RecipeConfig:
+    """Number formats given as `auto` are decided by this machine; the result says which."""
     validate(config)
+    fast = fast_bf16(config.target.device)
+    if config.target.dtype == "auto":
+        config.target.dtype = "bfloat16" if fast else "float32"
+    if config.train.precision == "auto":
+        config.train.precision = "bf16" if fast else "fp32"
     return config
 
 

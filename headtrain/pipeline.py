@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from headtrain import children, identity
 from headtrain.children import Child, Progress
-from headtrain.config import ConfigError, RecipeConfig
-from headtrain.files import Manifest, claimed, fingerprint, read_json, write_text
+from headtrain.config import ConfigError, RecipeConfig, TargetConfig
+from headtrain.files import Manifest, claimed, read_json, write_text
+from headtrain.hardware import gpu_ids
 
 DATA = ("prompts", "responses", "captures")
 RESULT = "report/report.json"
@@ -87,33 +89,6 @@ def _train_as_rank(config: RecipeConfig) -> None:
         stages.training(job.config, job.run, {})
 
 
-def evaluate(config: RecipeConfig, head: Path, own_run_dir: bool) -> None:
-    """Acceptance and speed of a head folder. Works in a run folder of its own, which holds a copy of the head."""
-    if not (head / "config.json").is_file():
-        raise ConfigError(f"head={head}: not a head's folder (no config.json)")
-    if not own_run_dir:
-        mark = fingerprint([asdict(config.eval), config.target.model, identity.folder_identity(str(head))])[:8]
-        name = head.resolve().parent.name if head.name == "head" else head.name
-        config.run_dir = str(Path("runs") / f"eval-{name}-{mark}")
-    if (Path(config.run_dir or "") / "training").is_dir():
-        raise ConfigError(f"run_dir={config.run_dir}: a run with a head of its own; give the evaluation another folder")
-    with opened(config, head=head) as job:
-        _bring_head(head, job.run / "head")
-        job.run_missing(["prompts", "report"] if job.asks_prompts else ["report"])
-    print(result(job.run))
-
-
-def _bring_head(head: Path, place: Path) -> None:
-    """A whole copy of the head folder at `place`; another head that lies there is replaced."""
-    if place.is_dir() and identity.folder_identity(str(place)) == identity.folder_identity(str(head)):
-        return
-    part = place.with_name(".head.part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(head, part)
-    shutil.rmtree(place, ignore_errors=True)
-    part.rename(place)
-
-
 def export_head(head: Path, name: str, out: str | None) -> str:
     """Exports a head's folder right here; returns what was written where."""
     from headtrain.export import export
@@ -178,7 +153,7 @@ def prepared(config: RecipeConfig) -> RecipeConfig:
 
 
 @contextlib.contextmanager
-def opened(config: RecipeConfig, head: Path | None = None) -> Iterator[Job]:
+def opened(config: RecipeConfig, heads: dict[str, Path] | None = None) -> Iterator[Job]:
     """A Job whose run folder no other headtrain process works in."""
     run = Path(config.run_dir or "")
     try:
@@ -188,22 +163,35 @@ def opened(config: RecipeConfig, head: Path | None = None) -> Iterator[Job]:
     with claimed(run / ".lock") as mine:
         if not mine:
             raise ConfigError(f"run_dir={run}: another headtrain process works in it; wait, or give another run_dir")
-        yield Job(prepared(config), head)
+        yield Job(prepared(config), heads)
 
 
 class Job:
     """One run: its config, folder, and the fingerprint of every stage."""
 
-    def __init__(self, config: RecipeConfig, head: Path | None = None):
+    def __init__(self, config: RecipeConfig, heads: dict[str, Path] | None = None):
+        """heads: those of an evaluation, by id; None when the run trains its own."""
         self.config, self.run = config, Path(config.run_dir or "")
         if config.smoke:
             target = {"smoke": config.target.family, "shape": asdict(config.target.shape), "seed": config.seed}
         else:
             target = identity.target_identity(config.target, self.run)
-        self.asks_prompts = head is None or "heldout" in config.eval.suites
+        self.asks_prompts = heads is None or "heldout" in config.eval.suites
         sources = identity.source_identities(config, self.run) if self.asks_prompts else []
-        given = identity.folder_identity(str(head)) if head else None
-        self.marks = identity.stage_marks(config, target, sources, given)
+        given = heads and {name: identity.folder_identity(str(head)) for name, head in heads.items()}
+        self.marks = identity.stage_marks(config, target, sources, given, self._draft_model())
+
+    def _draft_model(self) -> dict[str, Any] | None:
+        """The identity of eval.draft_model; a Hub model is pinned as the target is."""
+        place = self.config.eval.draft_model
+        if not place:
+            return None
+        if self.config.smoke:
+            return {"smoke": "the target itself"}
+        try:
+            return identity.target_identity(TargetConfig(model=place), self.run, "draft_model.json")
+        except ValueError as error:
+            raise ConfigError(str(error).replace("target.model=", "eval.draft_model=")) from error
 
     def complete(self, stage: str) -> bool:
         data = Manifest(self.run / stage).data
@@ -322,7 +310,7 @@ class Job:
         """One process, or DeepSpeed's launcher, which starts the others."""
         from headtrain.training.launch import command
 
-        gpus = [] if self.config.target.device == "cpu" else children.gpu_ids()
+        gpus = [] if self.config.target.device == "cpu" else gpu_ids()
         argv, env = command(self.config, ["stage", "training", f"run_dir={self.run}"], gpus)
         log = self.run / "logs" / "training-0.log"
         children.run([Child(argv, log, env)], "training", progress_of(self.run, "training"))

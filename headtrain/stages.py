@@ -10,13 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from headtrain.children import NOTE
-from headtrain.config import ConfigError, RecipeConfig, TargetConfig
+from headtrain.config import HEAD_DRAFTERS, ConfigError, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, locked, read_json, write_json
+from headtrain.hardware import fast_bf16
 
 
 def run_stages(arguments: list[str]) -> int:
@@ -85,18 +87,31 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
         from headtrain.training.optim import check_optimizer
 
         check_optimizer(config.train, config.target.device != "cpu" and torch.cuda.is_available())
+    slow = {"target.dtype": config.target.dtype == "bfloat16", "train.precision": config.train.precision == "bf16"}
+    if any(slow.values()) and not fast_bf16(config.target.device):
+        keys = " ".join(f"{key}=auto" for key, is_slow in slow.items() if is_slow)
+        print(f"{NOTE}this CPU is several times slower in bfloat16 than in float32; set {keys}", flush=True)
     if "training" in coming or "captures" in coming:
         taps_of(config, text.num_hidden_layers)
     vocab = config.head.draft_vocab
     if "training" in coming and isinstance(vocab, int) and vocab > text.vocab_size:
         raise ConfigError(f"head.draft_vocab={vocab}: the target has {text.vocab_size} tokens")
     if "report" in coming:
-        check_suites(config, run)
+        check_eval(config, run, text.num_hidden_layers)
 
 
-def check_suites(config: RecipeConfig, run: Path) -> None:
-    from headtrain.eval.suites import load_suite
+def check_eval(config: RecipeConfig, run: Path, layers: int) -> None:
+    """Suites that can be read, tree shapes, and a layer to draft from."""
+    from headtrain.eval.decoder.drafters.shape import TreeShape
+    from headtrain.eval.suites import base_name, load_suite
 
+    for tree in config.eval.tree:
+        TreeShape.parse(tree)
+    if config.eval.skip_from and config.eval.skip_from >= layers:
+        raise ConfigError(f"eval.skip_from={config.eval.skip_from}: fewer than the target's {layers} layers are needed")
+    names = [base_name(suite) for suite in config.eval.suites]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"eval.suites: two suites would both be called {twice[0]}; rename one of the files")
     for suite in config.eval.suites:
         if suite != "heldout" or (run / "prompts" / "prompts.jsonl").is_file():
             load_suite(suite, run / "prompts", config.eval.limit)
@@ -254,33 +269,99 @@ def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     """Decodes the suites with every drafter; whoever ends last builds the report."""
     from headtrain.eval import evaluate
     from headtrain.eval.report import build
-    from headtrain.heads.base import load_head
+    from headtrain.eval.results import finish
     from headtrain.target import Target
 
-    folder, count = run / "report", int(options["workers"])
-    target = Target.load(config.target, config.eval.dtype)
-    head = None
-    if any("head" in drafter for drafter in config.eval.drafters):
-        head = load_head(run / "head", target.embed.weight, target.dtype).to(target.device)
-    units = evaluate.plan_units(config, eval_prompts(config, run, target.tokenizer))
+    folder, count, e = run / "report", int(options["workers"]), config.eval
+    target = Target.load(config.target, e.dtype)
+    heads = measured_heads(config, run, target)
+    small = Target.load(draft_target(config, run), e.dtype) if e.draft_model else None
+    prompts, tokenise = eval_prompts(config, run, target.tokenizer)
+    units = evaluate.plan_units(config, prompts, list(heads))
     write_json(folder / "plan.json", {"units": len(units)})
-    evaluate.work(config, target, head, units, folder, workers=count)
+    evaluate.work(config, target, heads, units, folder, count, tokenise, small)
     with locked(folder / ".lock"):
         if not Manifest(folder).data.get("complete"):
-            results = evaluate.finish(config, units, folder, head="head")
+            places = [{"id": name, "path": str(place.relative_to(run))} for name, place in head_folders(run).items()]
+            results = finish(units, folder, places)
             build(run, results)
             Manifest(folder).finish({"units": len(units), "results": len(results["results"])}, results["left_out"])
 
 
-def eval_prompts(config: RecipeConfig, run: Path, tokenizer: Any) -> list[Any]:
-    """The prompts of all suites, tokenised as serving would send them."""
-    from headtrain.data_gen.chat import prompt_ids
-    from headtrain.eval.suites import load_suite
+def head_folders(run: Path) -> dict[str, Path]:
+    """The heads that a run measures: its own, or those an evaluation brought."""
+    several = sorted((run / "heads").iterdir()) if (run / "heads").is_dir() else []
+    return {place.name: place for place in several} or {"head": run / "head"}
 
-    found = [prompt for name in config.eval.suites for prompt in load_suite(name, run / "prompts", config.eval.limit)]
-    for prompt in found:
-        prompt.ids = prompt_ids(tokenizer, prompt.messages, config.target.template_kwargs)
-    return found
+
+def measured_heads(config: RecipeConfig, run: Path, target: Any) -> dict[str, Any]:
+    """The heads by id, on the target's device, when a drafter uses any. ConfigError for one of another target."""
+    from headtrain.heads.base import load_head
+
+    if not set(config.eval.drafters) & set(HEAD_DRAFTERS):
+        return {}
+    heads = {}
+    for name, place in head_folders(run).items():
+        heads[name] = head = load_head(place, target.embed.weight, target.dtype).to(target.device)
+        c = head.config
+        if (c.vocab_size, c.target_hidden_size, c.target_layers) != (
+            target.vocab_size, target.hidden_size, target.num_layers
+        ):  # fmt: skip
+            raise ConfigError(
+                f"head {name}: made for a target of {c.target_layers} layers, hidden size {c.target_hidden_size} and "
+                f"{c.vocab_size} tokens; {config.target.model} has {target.num_layers}, {target.hidden_size} and "
+                f"{target.vocab_size}"
+            )
+    return heads
+
+
+def draft_target(config: RecipeConfig, run: Path) -> TargetConfig:
+    """The draft model as it is loaded: at the commit that was pinned, with the target's device and attention."""
+    pin = run / "draft_model.json"
+    revision = read_json(pin)["commit"] if pin.is_file() else None
+    return replace(config.target, model=config.eval.draft_model, revision=revision)
+
+
+def eval_prompts(
+    config: RecipeConfig, run: Path, tokenizer: Any
+) -> tuple[list[Any], Callable[[list[dict]], list[int]]]:
+    """(prompts of all suites, how messages are tokenised as serving would send them).
+
+    The prompts are kept beside the report: a suite that changes on the Hub does not change an evaluation under way.
+    """
+    from headtrain.data_gen.chat import prompt_ids
+    from headtrain.eval.suites import EvalPrompt, load_suite
+
+    def tokenise(messages: list[dict]) -> list[int]:
+        return prompt_ids(tokenizer, messages, config.target.template_kwargs)
+
+    kept = run / "report" / "prompts.json"
+    with locked(run / "report" / ".lock"):
+        if not kept.is_file():
+            limit, suites = config.eval.limit, config.eval.suites
+            found = [prompt for name in suites for prompt in load_suite(name, run / "prompts", limit)]
+            write_json(kept, [asdict(prompt) | {"ids": tokenise(prompt.messages)} for prompt in found])
+    return [EvalPrompt(**row) for row in read_json(kept)], tokenise
+
+
+def offline(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
+    """Acceptance of heads on the run's captures, as offline/settings.json asks."""
+    import torch
+
+    from headtrain.data_gen.store import CaptureStore
+    from headtrain.eval.offline import measure
+    from headtrain.heads.base import load_head
+    from headtrain.target import load_parts
+
+    asked = read_json(run / "offline" / "settings.json")
+    dtype, e = asked.get("dtype", config.eval.dtype), config.eval
+    embedding = load_parts(config.target).embedding.to(getattr(torch, dtype))
+    device = "cuda" if config.target.device != "cpu" and torch.cuda.is_available() else "cpu"
+    store, results = CaptureStore(run / "captures"), []
+    for name, place in asked["heads"].items():
+        head = load_head(place, embedding, embedding.dtype).to(device)
+        results += measure(name, head, store, run, asked.get("k", e.k), dtype, asked.get("limit"))
+    write_json(run / "offline" / "offline.json", {"results": results})
 
 
 def export(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
@@ -295,5 +376,6 @@ def export(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
 STAGES: dict[str, Callable[[RecipeConfig, Path, dict[str, str]], None]] = {
     "smoke_target": smoke_target, "check": check, "prompts": prompts, "responses": responses, "captures": captures,
-    "inspect": inspect, "training": training, "report": report, "export": export,
+    "inspect": inspect, "training": training, "report": report, "offline": offline,
+    "export": export,
 }  # fmt: skip
