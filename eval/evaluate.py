@@ -1,8 +1,8 @@
-"""The evaluation stage: units of work that several processes share, and their merger into the report's results.
+"""The evaluation stage: units of work that several processes share. `eval/results.py` merges them into results.
 
-A unit is a few prompts decoded by one drafter (`acceptance`: batched, compared with the plain text) or one prompt
-timed with plain decoding and all drafters in turn (`speed`: batch 1). Each leaves one whole JSON file under `units/`; a
-restart does what is missing.
+A unit is a few prompts decoded by one drafter (`acceptance`: batched, compared with the plain text), one prompt timed
+with plain decoding and all drafters in turn (`speed`: batch 1), or the times of draft and verification alone (`cost`).
+Each leaves one whole JSON file under `units/`; a restart does what is missing.
 """
 
 from __future__ import annotations
@@ -10,36 +10,44 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headtrain.config import RecipeConfig
-from headtrain.eval.acceptance import metrics, tau_interval
+from headtrain.config import HEAD_DRAFTERS, RecipeConfig
 from headtrain.eval.suites import EvalPrompt
 from headtrain.files import claimed, read_json, write_json
 
 if TYPE_CHECKING:
     from headtrain.eval.decoder.decode import Decoded
+    from headtrain.eval.decoder.drafters import Drafter
     from headtrain.heads.base import Head
     from headtrain.target import Target
 
 PLAIN = "none"
 UNIT_PROMPTS = 8  # an acceptance unit holds at least so many prompts, in whole batches
-TIE_SHARE = 0.001  # near-ties above this share of the steps make a drafter not identical
+
+
+@dataclass(frozen=True)
+class Run:
+    """One drafter at one setting; without arguments plain decoding. `head`: id of the head it uses."""
+
+    drafter: str = PLAIN
+    k: int = 0
+    tree: str = "chain"
+    head: str | None = None
 
 
 @dataclass
 class Unit:
-    """`runs`: (drafter, k). `needs`: the unit with the plain text of the same prompts, finished first."""
+    """`needs`: the unit with the plain text of the same prompts, finished first."""
 
     name: str
     kind: str
     suite: str
-    runs: list[tuple[str, int]]
+    runs: list[Run]
     temperature: float
-    top_p: float
-    top_k: int
     batch: int
     max_new_tokens: int
     prompts: list[EvalPrompt]
@@ -49,53 +57,83 @@ class Unit:
 
 # ------------------------------------------------------------------------------------------------- the plan
 
-def plan_units(config: RecipeConfig, prompts: list[EvalPrompt]) -> list[Unit]:
-    """All units, in the order to do them; the same list for the same config and prompts (whose `ids` are filled in)."""
+def plan_units(config: RecipeConfig, prompts: list[EvalPrompt], heads: Sequence[str] = ("head",)) -> list[Unit]:
+    """All units, in the order to do them; the same list for the same config, prompts (`ids` filled in) and head ids."""
     for prompt in prompts:
         if not prompt.ids:
             raise ValueError(f"prompt {prompt.id} of suite {prompt.suite} has no token ids; tokenise the prompts first")
     suites: dict[str, list[EvalPrompt]] = {}
     for prompt in prompts:
         suites.setdefault(prompt.suite, []).append(prompt)
-    acceptance = [u for temperature in config.eval.temperature for u in _acceptance_units(config, suites, temperature)]
-    speed = [u for temperature in config.eval.temperature for u in _speed_units(config, suites, temperature)]
+    runs = {temperature: runs_of(config, heads, temperature) for temperature in config.eval.temperature}
+    acceptance = [u for temperature in runs for u in _acceptance_units(config, suites, temperature, runs[temperature])]
+    speed = [u for temperature in runs for u in _speed_units(config, suites, temperature, runs[temperature])]
     acceptance.sort(key=lambda unit: unit.needs is not None)  # plain texts first: the others wait for them
-    return acceptance + speed
+    return acceptance + speed + _cost_units(config, acceptance, runs)
 
 
-def _acceptance_units(config: RecipeConfig, suites: dict[str, list[EvalPrompt]], temperature: float) -> list[Unit]:
-    e, units = config.eval, []
-    runs = [(PLAIN, 0)] + [(drafter, k) for drafter in e.drafters for k in e.k]
+def runs_of(config: RecipeConfig, heads: Sequence[str], temperature: float) -> list[Run]:
+    """Plain decoding, then every drafter with every K; those with a head for every head and tree as well."""
+    runs = [Run()]
+    for name in config.eval.drafters:
+        uses_head = name in HEAD_DRAFTERS
+        for head in heads if uses_head else [None]:
+            for tree in config.eval.tree if uses_head else ["chain"]:
+                if temperature > 0 or not tree.startswith("iid"):
+                    runs += [Run(name, k, tree, head) for k in config.eval.k]
+    return runs
+
+
+def _acceptance_units(config, suites: dict[str, list[EvalPrompt]], temperature: float, runs: list[Run]) -> list[Unit]:
+    units = []
     for suite, prompts in suites.items():
         ordered = sorted(prompts, key=lambda prompt: len(prompt.ids))
-        for batch in e.batch:
+        for batch in config.eval.batch:
             size = -(-UNIT_PROMPTS // batch) * batch
             for number, at in enumerate(range(0, len(ordered), size)):
                 plain = None
-                for drafter, k in runs:
-                    marks = (f"k{k}", f"t{temperature:g}", f"b{batch}", f"{number:03d}")
-                    name = _name("acceptance", suite, drafter, *marks)
+                for run in runs:
+                    marks = [suite, run.drafter, *filter(None, [run.head, run.tree]), f"k{run.k}"]
+                    name = _name("acceptance", *marks, f"t{temperature:g}", f"b{batch}", f"{number:03d}")
                     units.append(Unit(
-                        name, "acceptance", suite, [(drafter, k)], temperature, e.top_p, e.top_k, batch,
-                        e.max_new_tokens, ordered[at : at + size], needs=plain,
+                        name, "acceptance", suite, [run], temperature, batch, config.eval.max_new_tokens,
+                        ordered[at : at + size], needs=plain,
                     ))  # fmt: skip
                     plain = plain or name
     return units
 
 
-def _speed_units(config: RecipeConfig, suites: dict[str, list[EvalPrompt]], temperature: float) -> list[Unit]:
+def _speed_units(config, suites: dict[str, list[EvalPrompt]], temperature: float, runs: list[Run]) -> list[Unit]:
     e = config.eval
-    runs = [(PLAIN, 0)] + [(drafter, k) for drafter in e.drafters for k in e.k]
-    counts = e.speed_prompts * len(suites) if len(e.speed_prompts) == 1 else e.speed_prompts
-    if len(counts) != len(suites):
-        raise ValueError(f"eval.speed_prompts={e.speed_prompts}: one number, or one for each of {len(suites)} suites")
+    named = list(dict.fromkeys(suite.partition("/")[0] for suite in suites))  # tasks count as their suite says
+    counts = e.speed_prompts * len(named) if len(e.speed_prompts) == 1 else e.speed_prompts
+    if len(counts) != len(named):
+        raise ValueError(f"eval.speed_prompts={e.speed_prompts}: one number, or one for each of {len(named)} suites")
+    count_of = dict(zip(named, counts, strict=True))
     return [
         Unit(
-            _name("speed", suite, f"t{temperature:g}", f"{turn:03d}"), "speed", suite, runs, temperature, e.top_p,
-            e.top_k, 1, e.speed_tokens, [prompt], turn,
+            _name("speed", suite, f"t{temperature:g}", f"{turn:03d}"), "speed", suite, runs, temperature, 1,
+            e.speed_tokens, [prompt], turn,
         )
-        for (suite, prompts), count in zip(suites.items(), counts, strict=True)
-        for turn, prompt in enumerate(prompts[:count])
+        for suite, prompts in suites.items()
+        for turn, prompt in enumerate(prompts[: count_of[suite.partition("/")[0]]])
+    ]  # fmt: skip
+
+
+def _cost_units(config: RecipeConfig, acceptance: list[Unit], runs: dict[float, list[Run]]) -> list[Unit]:
+    """One unit per head (one in all without a head) on the first prompts: lowest temperature, largest K."""
+    if not config.eval.cost_batches:
+        return []
+    lowest = min(runs)
+    first = next(unit for unit in acceptance if unit.temperature == lowest and not unit.needs)
+    timed = [run for run in runs[lowest] if run.drafter != PLAIN and run.k == max(config.eval.k)]
+    heads = list(dict.fromkeys(run.head for run in timed if run.head)) or [None]
+    return [
+        replace(
+            first, name=_name("cost", head or PLAIN), kind="cost", needs=first.name,
+            runs=[run for run in timed if run.head == head or (run.head is None and head == heads[0])],
+        )
+        for head in heads
     ]  # fmt: skip
 
 
@@ -109,46 +147,54 @@ def _name(*parts: str) -> str:
 
 def status(folder: str | Path, units: list[Unit]) -> dict[str, int]:
     """How far the units are, for a progress line."""
-    return {"done": sum(_file(folder, unit.name).is_file() for unit in units), "units": len(units)}
+    return {"done": sum(unit_file(folder, unit.name).is_file() for unit in units), "units": len(units)}
+
+
+def unit_file(folder: str | Path, name: str) -> Path:
+    return Path(folder) / "units" / f"{name}.json"
 
 
 def work(
-    config: RecipeConfig, target: Target, head: Head | None, units: list[Unit], folder: str | Path, workers: int = 1
+    config: RecipeConfig,
+    target: Target,
+    heads: dict[str, Head],
+    units: list[Unit],
+    folder: str | Path,
+    workers: int = 1,
+    tokenise: Callable[[list[dict]], list[int]] | None = None,
+    draft_model: Target | None = None,
 ) -> None:
     """Does units until all are done, sharing them with other processes that call this with the same arguments.
 
     A unit is claimed by a lock that dies with its process. Returns when every unit has its file, whoever made it.
-    `workers`: how many processes run at once; it is written beside each timing.
+    heads: by the ids of the plan. workers: how many processes run at once; it is written beside each timing.
+    tokenise(messages): ids as serving would send them, needed for prompts with later turns.
     """
-    from headtrain.eval.decoder.drafters import make_drafter
-    from headtrain.eval.decoder.sampling import Sampling
     from headtrain.packed import pack_linears
 
-    for model in (target.model, head):
+    for model in (target.model, *heads.values(), draft_model and draft_model.model):
         if model is not None:
             pack_linears(model.requires_grad_(False))
     (Path(folder) / "units").mkdir(parents=True, exist_ok=True)
-    facts = {"dtype": str(target.dtype).removeprefix("torch."), "template": template_mark(target)}
+    worker = _Worker(config, target, heads, Path(folder), tokenise, draft_model)
+    facts = {key: getattr(config.eval, key) for key in ("top_p", "top_k", "min_p", "rule")}
+    facts |= {"dtype": str(target.dtype).removeprefix("torch."), "template": template_mark(target)}
     facts |= {"device": target.device.type, "concurrent_workers": workers}
-    todo, warm = list(units), False
+    todo = list(units)
     while todo:
         waiting = []
         for unit in todo:
-            if _file(folder, unit.name).is_file():
+            if unit_file(folder, unit.name).is_file():
                 continue
-            if unit.needs and not _file(folder, unit.needs).is_file():
+            if unit.needs and not unit_file(folder, unit.needs).is_file():
                 waiting.append(unit)
                 continue
             with claimed(Path(folder) / "claims" / f"{unit.name}.lock") as mine:
                 if not mine:
                     waiting.append(unit)
-                elif not _file(folder, unit.name).is_file():
-                    sampling = Sampling(unit.temperature, unit.top_p, unit.top_k)
-                    drafters = [(make_drafter(name, head, sampling), k) for name, k in unit.runs]
-                    if unit.kind == "speed" and not warm:  # what a process sets up once is not timed
-                        warm = bool(_race(config, target, replace(unit, max_new_tokens=4), drafters, Path(folder)))
-                    rows = (_race if unit.kind == "speed" else _accept)(config, target, unit, drafters, Path(folder))
-                    write_json(_file(folder, unit.name), _header(unit) | facts | {"rows": rows})
+                elif not unit_file(folder, unit.name).is_file():
+                    rows = worker.rows(unit)
+                    write_json(unit_file(folder, unit.name), _header(unit) | facts | {"rows": rows})
         if len(waiting) == len(todo):
             time.sleep(0.2)  # others are at work on what is left
         todo = waiting
@@ -161,127 +207,126 @@ def template_mark(target: Target) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {given}".strip()
 
 
-def _file(folder: str | Path, name: str) -> Path:
-    return Path(folder) / "units" / f"{name}.json"
-
-
 def _header(unit: Unit) -> dict[str, Any]:
     values = asdict(unit)
     del values["prompts"]
     return values
 
 
-def _fitting(target: Target, unit: Unit) -> tuple[list[EvalPrompt], list[dict[str, Any]]]:
-    """Prompts the target has positions for, and a row with the reason for each of the others."""
-    most = getattr(target.config, "max_position_embeddings", None) or float("inf")
-    fits = [p for p in unit.prompts if len(p.ids) + unit.max_new_tokens <= most]
-    return fits, [{"id": p.id, "left_out": "longer_than_the_target's_positions"} for p in unit.prompts if p not in fits]
+class _Worker:
+    """What the units of one process share."""
 
+    def __init__(self, config, target, heads, folder: Path, tokenise, draft_model):
+        self.config, self.target, self.heads, self.folder = config, target, heads, folder
+        self.tokenise, self.draft_model = tokenise, draft_model
+        self.warm = False
 
-def _accept(config: RecipeConfig, target: Target, unit: Unit, drafters: list, folder: Path) -> list[dict[str, Any]]:
-    from headtrain.eval.decoder.decode import decode
+    def rows(self, unit: Unit) -> list[dict[str, Any]]:
+        drafters = [self.drafter(run, unit.temperature) for run in unit.runs]
+        if unit.kind == "speed" and not self.warm:  # what a process sets up once is not timed
+            self.warm = bool(self.speed(replace(unit, max_new_tokens=4), drafters))
+        return getattr(self, unit.kind)(unit, drafters)
 
-    prompts, rows = _fitting(target, unit)
-    (drafter, k), (name, _) = drafters[0], unit.runs[0]
-    answers = decode(
-        target, drafter, [p.ids for p in prompts], k=k, batch=unit.batch, names=[p.id for p in prompts],
-        **_sampling(config, unit),
-    )  # fmt: skip
-    plain = {}
-    if unit.needs and unit.temperature == 0:
-        plain = {row["id"]: row["ids"] for row in read_json(_file(folder, unit.needs))["rows"] if "ids" in row}
-    made = [_row(target, unit, p, name, k, a, plain.get(p.id)) for p, a in zip(prompts, answers, strict=True)]
-    return rows + made
+    def drafter(self, run: Run, temperature: float) -> Drafter:
+        """A new one: what a drafter remembers of earlier outputs depends on its unit alone."""
+        from headtrain.eval.decoder.drafters import Drafting, make_drafter
+        from headtrain.eval.decoder.sampling import Sampling
 
+        e = self.config.eval
+        own = {key: getattr(e, key) for key in ("ngram_n", "ngram_m", "ngram_hits") if getattr(e, key) is not None}
+        drafting = Drafting(
+            tree=run.tree, draft_model=self.draft_model, skip_from=e.skip_from, min_confidence=e.min_confidence,
+            plain_below=e.plain_below if e.adaptive else 0.0, **own,
+        )  # fmt: skip
+        sampling = Sampling(temperature, e.top_p, e.top_k, e.min_p)
+        return make_drafter(run.drafter, self.heads.get(run.head), sampling, drafting, self.target)
 
-def _race(config: RecipeConfig, target: Target, unit: Unit, drafters: list, folder: Path) -> list[dict[str, Any]]:
-    from headtrain.eval.speed import race
+    def acceptance(self, unit: Unit, drafters: list[Drafter]) -> list[dict[str, Any]]:
+        """Rows of all prompts, then of their second turns, and so on: each after the plain answer to the one before."""
+        from headtrain.eval.decoder.decode import decode
 
-    prompts, rows = _fitting(target, unit)
-    for prompt in prompts:
-        answers = race(target, drafters, prompt.ids, unit.turn, names=[prompt.id], **_sampling(config, unit))
-        plain = answers[0].ids if unit.temperature == 0 else None
-        for (name, k), answer in zip(unit.runs, answers, strict=True):
-            rows.append(_row(target, unit, prompt, name, k, answer, None if name == PLAIN else plain))
-    return rows
+        (run,), (drafter,) = unit.runs, drafters
+        plain, rows, asked = self.plain_ids(unit), [], unit.prompts
+        while asked:
+            prompts, left_out = self.fitting(unit, asked)
+            answers = decode(
+                self.target, drafter, [p.ids for p in prompts], k=run.k, batch=unit.batch,
+                names=[p.id for p in prompts], **self.options(unit),
+            )  # fmt: skip
+            made = [self.row(unit, p, run, a, plain.get(p.id)) for p, a in zip(prompts, answers, strict=True)]
+            rows += left_out + made
+            before = plain or {row["id"]: row["ids"] for row in made}
+            asked = [self.next_turn(p, before[p.id]) for p in prompts if p.follow_ups]
+        return rows
 
+    def speed(self, unit: Unit, drafters: list[Drafter]) -> list[dict[str, Any]]:
+        """First turns only."""
+        from headtrain.eval.speed import race
 
-def _sampling(config: RecipeConfig, unit: Unit) -> dict[str, Any]:
-    return {
-        "max_new_tokens": unit.max_new_tokens, "temperature": unit.temperature, "top_p": unit.top_p,
-        "top_k": unit.top_k, "seed": config.seed,
-    }  # fmt: skip
+        prompts, rows = self.fitting(unit, unit.prompts)
+        runs = list(zip(drafters, (run.k for run in unit.runs), strict=True))
+        for prompt in prompts:
+            answers = race(self.target, runs, prompt.ids, unit.turn, names=[prompt.id], **self.options(unit))
+            for run, answer in zip(unit.runs, answers, strict=True):
+                rows.append(self.row(unit, prompt, run, answer, None if run.drafter == PLAIN else answers[0].ids))
+        return rows
 
+    def cost(self, unit: Unit, drafters: list[Drafter]) -> list[dict[str, Any]]:
+        from headtrain.eval.cost import measure_costs
 
-def _row(
-    target: Target, unit: Unit, prompt: EvalPrompt, drafter: str, k: int, answer: Decoded, plain: list[int] | None
-) -> dict[str, Any]:
-    from headtrain.eval.decoder.decode import compare
+        plain = self.plain_ids(unit)
+        texts = [(prompt.ids, plain[prompt.id]) for prompt in self.fitting(unit, unit.prompts)[0]]
+        runs = [
+            ({"drafter": run.drafter, "head": run.head, "tree": run.tree}, drafter, run.k)
+            for run, drafter in zip(unit.runs, drafters, strict=True)
+        ]
+        return measure_costs(self.target, runs, texts, self.config.eval.cost_batches)
 
-    same = None if plain is None else compare(target, prompt.ids, plain, answer.ids, unit.max_new_tokens)
-    return {
-        "id": prompt.id, "drafter": drafter, "k": k, "prompt_tokens": len(prompt.ids), "tokens": len(answer.ids),
-        "finish": answer.finish, "ids": answer.ids, "drafted": [s.drafted for s in answer.steps],
-        "accepted": [s.accepted for s in answer.steps], "draft_s": answer.draft_s, "verify_s": answer.verify_s,
-        "prefill_s": answer.prefill_s, "total_s": answer.total_s,
-        "identical": same and same.identical, "near_ties": same.near_ties if same else 0,
-        "differences": same.notes if same else [],
-    }  # fmt: skip
+    def options(self, unit: Unit) -> dict[str, Any]:
+        e = self.config.eval
+        return {
+            "max_new_tokens": unit.max_new_tokens, "temperature": unit.temperature, "top_p": e.top_p, "top_k": e.top_k,
+            "min_p": e.min_p, "rule": e.rule, "seed": self.config.seed,
+        }  # fmt: skip
 
+    def plain_ids(self, unit: Unit) -> dict[str, list[int]]:
+        """The plain answers to a unit's prompts, all turns, by id."""
+        if not unit.needs:
+            return {}
+        return {row["id"]: row["ids"] for row in read_json(unit_file(self.folder, unit.needs))["rows"] if "ids" in row}
 
-# ------------------------------------------------------------------------------------------------- the results
+    def fitting(self, unit: Unit, prompts: list[EvalPrompt]) -> tuple[list[EvalPrompt], list[dict[str, Any]]]:
+        """Prompts the target has positions for, and a row with the reason for each of the others."""
+        most = getattr(self.target.config, "max_position_embeddings", None) or float("inf")
+        fits = [p for p in prompts if len(p.ids) + unit.max_new_tokens <= most]
+        return fits, [{"id": p.id, "left_out": "longer_than_the_target's_positions"} for p in prompts if p not in fits]
 
-def finish(config: RecipeConfig, units: list[Unit], folder: str | Path, head: str | None = None) -> dict[str, Any]:
-    """{"results", "units", "left_out"}: one result per (kind, suite, drafter, temperature, k, batch).
+    def next_turn(self, prompt: EvalPrompt, answer: list[int]) -> EvalPrompt:
+        """The conversation with its answer and the next question, rendered anew as a chat client would send it."""
+        if self.tokenise is None:
+            raise ValueError(f"prompt {prompt.id} of suite {prompt.suite} has later turns: work() needs tokenise=")
+        text = self.target.tokenizer.decode(answer, skip_special_tokens=True)
+        question, *later = prompt.follow_ups
+        messages = [*prompt.messages, {"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        name, _, turn = prompt.id.partition(" turn ")
+        return EvalPrompt(
+            f"{name} turn {int(turn or 1) + 1}", prompt.suite, messages, self.tokenise(messages), later
+        )
 
-    `head`: the id of the measured head, for the results of the drafters that use it. ValueError names a missing unit.
-    """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    facts: dict[tuple, dict[str, Any]] = {}
-    left_out: dict[str, set[str]] = {}
-    for unit in units:
-        if not _file(folder, unit.name).is_file():
-            raise ValueError(f"{_file(folder, unit.name)} is missing: the evaluation is not finished; start it again")
-        written = read_json(_file(folder, unit.name))
-        for row in written["rows"]:
-            if "left_out" in row:
-                left_out.setdefault(row["left_out"], set()).add(f"{unit.suite} {row['id']}")
-                continue
-            key = (unit.kind, unit.suite, unit.temperature, unit.batch, row["drafter"], row["k"])
-            groups.setdefault(key, []).append(row)
-            facts.setdefault(key, written)
-    results = []
-    for key, rows in groups.items():
-        plain = groups[(*key[:4], PLAIN, 0)]
-        results.append(_result(key, rows, plain, facts[key], head))
-    return {"results": results, "units": len(units), "left_out": {why: len(ids) for why, ids in left_out.items()}}
+    def row(
+        self, unit: Unit, prompt: EvalPrompt, run: Run, answer: Decoded, plain: list[int] | None
+    ) -> dict[str, Any]:
+        """plain: the text to compare with; no rule but the exact ones keeps it, and sampled texts differ by chance."""
+        from headtrain.eval.decoder.decode import compare
 
-
-def _result(key: tuple, rows: list[dict], plain: list[dict], facts: dict[str, Any], head: str | None) -> dict[str, Any]:
-    from headtrain.eval.speed import rates
-
-    kind, suite, temperature, batch, drafter, k = key
-    steps = [list(zip(row["drafted"], row["accepted"], strict=True)) for row in rows]
-    speed, base = rates(rows), rates(plain)["tokens_per_s"]
-    near_ties = sum(row["near_ties"] for row in rows)
-    checked = [row["identical"] for row in rows if row["identical"] is not None]
-    numbers = metrics(steps, k)
-    identical = all(checked) and near_ties <= TIE_SHARE * numbers["steps"] if checked else None
-    return {
-        "kind": kind, "suite": suite, "head": head if "head" in drafter else None, "drafter": drafter,
-        "temperature": temperature, "top_p": facts["top_p"], "top_k": facts["top_k"], "k": k, "tree": "chain",
-        "batch": batch, "dtype": facts["dtype"], "template": facts["template"],
-        "max_new_tokens": facts["max_new_tokens"], "prompts": len(rows),
-        "accepted_per_step": [accepted for row in rows for accepted in row["accepted"]],
-        "drafted_per_step": [drafted for row in rows for drafted in row["drafted"]],
-        "tokens": sum(row["tokens"] for row in rows), **numbers, "tau_ci": tau_interval(steps), **speed,
-        "plain_tokens_per_s": base, "speedup": speed["tokens_per_s"] / base if speed["tokens_per_s"] and base else None,
-        "identical_to_plain": identical, "near_ties": near_ties,
-        "differences": [f"{row['id']} {note}" for row in rows for note in row["differences"]],
-        "device": facts["device"], "concurrent_workers": facts["concurrent_workers"],
-        "per_prompt": [
-            {"id": row["id"], "prompt_tokens": row["prompt_tokens"], "tokens": row["tokens"], "finish": row["finish"],
-             "steps": len(row["drafted"]), "total_s": row["total_s"]}
-            for row in rows
-        ],
-    }  # fmt: skip
+        same = None
+        if plain is not None and unit.temperature == 0 and self.config.eval.rule != "typical":
+            same = compare(self.target, prompt.ids, plain, answer.ids, unit.max_new_tokens)
+        return {
+            "id": prompt.id, **asdict(run), "prompt_tokens": len(prompt.ids), "tokens": len(answer.ids),
+            "finish": answer.finish, "ids": answer.ids, "drafted": [s.drafted for s in answer.steps],
+            "accepted": [s.accepted for s in answer.steps], "nodes": [s.nodes for s in answer.steps],
+            "draft_s": answer.draft_s, "verify_s": answer.verify_s, "prefill_s": answer.prefill_s,
+            "total_s": answer.total_s, "identical": same and same.identical, "near_ties": same.near_ties if same else 0,
+            "differences": same.notes if same else [],
+        }  # fmt: skip

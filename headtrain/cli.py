@@ -41,12 +41,12 @@ COMMANDS = {
         "headtrain train recipe=eagle3_llama8b train.lr=2e-4",
     ),
     "eval": Command(
-        "acceptance and speed of a head folder, with the built-in decoder", True,
+        "acceptance and speed of heads, with the built-in decoder", True,
         {
-            "head": "the head's folder (needed)",
+            "head": "a head's folder or Hub id, or several: [A,B] (needed)",
             "target": "the target's place, instead of the recipe's",
-            "suites, k, temperature, top_p, batch, drafters, limit, max_new_tokens, dtype, speed_prompts, speed_tokens":
-                "the keys of the `eval` section, without `eval.`",
+            "suites, k, tree, temperature, batch, drafters, …": "the keys of the `eval` section, without `eval.`",
+            "offline": "true: acceptance on the captures of run_dir, without the target; takes k, dtype and limit",
         },
         "headtrain eval head=runs/mine/head recipe=eagle3_llama8b suites=[heldout,humaneval] k=[3,5]",
     ),
@@ -179,17 +179,26 @@ def _recipe(arguments: list[str], own: tuple[str, ...] = ()):
     from headtrain.config import ConfigError
     from headtrain.configload import load, recipe_names
 
-    given = {}
-    for text in [*arguments]:
-        key, equals, value = text.partition("=")
-        if equals and key in ("recipe", *own):
-            if key in given:
-                raise ConfigError(f"{key} is given twice")
-            given[key] = value
-            arguments = [other for other in arguments if other is not text]
+    given, arguments = _own(arguments, ("recipe", *own))
     if "recipe" not in given:
         raise ConfigError(f"recipe=NAME or recipe=FILE.yaml is missing; shipped recipes: {', '.join(recipe_names())}")
     return load(given.pop("recipe"), arguments), given
+
+
+def _own(arguments: list[str], keys: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The `key=value` arguments with these keys, and the others."""
+    from headtrain.config import ConfigError
+
+    given, others = {}, []
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if not equals or key not in keys:
+            others.append(text)
+        elif key in given:
+            raise ConfigError(f"{key} is given twice")
+        else:
+            given[key] = value
+    return given, others
 
 
 def _flat(name: str, arguments: list[str], needed: tuple[str, ...]) -> dict[str, str]:
@@ -240,25 +249,43 @@ def _train(arguments: list[str]) -> int:
 
 
 def _eval(arguments: list[str]) -> int:
-    from headtrain import pipeline
+    from headtrain import evaluation
     from headtrain.config import ConfigError, RecipeConfig
-    from headtrain.configload import load_overrides
+    from headtrain.configload import load, load_overrides
 
     short = {field: f"eval.{field}" for field in vars(RecipeConfig().eval)} | {"target": "target.model"}
+    given, arguments = _own(arguments, ("head", "offline", "recipe", "run_dir"))
     arguments = [
         f"{short[key]}={value}" if equals and key in short else text
         for text, (key, equals, value) in ((text, text.partition("=")) for text in arguments)
     ]
-    heads = [text.partition("=")[2] for text in arguments if text.startswith("head=")]
-    arguments = [text for text in arguments if not text.startswith("head=")]
-    if len(heads) != 1 or not heads[0]:
-        raise ConfigError("head=DIR is missing: the folder of the head to measure")
-    if any(text.startswith("recipe=") for text in arguments):
-        config, _ = _recipe(arguments)
-        own_run = any(text.startswith("run_dir=") for text in arguments)
-    else:
-        config, own_run = load_overrides(arguments), any(text.startswith("run_dir=") for text in arguments)
-    pipeline.evaluate(config, Path(heads[0]), own_run)
+    place = given.get("head", "")
+    heads = [item.strip() for item in place[1:-1].split(",")] if place.startswith("[") else [place]
+    if not all(heads):
+        raise ConfigError("head=DIR is missing: the folder of the head to measure, or its Hub id; several: head=[A,B]")
+    if given.get("offline", "false") not in ("true", "false"):
+        raise ConfigError(f"offline={given['offline']}: true or false is needed")
+    if given.get("offline") == "true":
+        return _eval_offline(heads, given, arguments)
+    config = load(given["recipe"], arguments) if "recipe" in given else load_overrides(arguments)
+    config.run_dir = given.get("run_dir")
+    evaluation.evaluate(config, heads)
+    return 0
+
+
+def _eval_offline(heads: list[str], given: dict[str, str], arguments: list[str]) -> int:
+    """What the captures do not fix can be set: the numbers of drafts, the decoder's dtype, the rows of each split."""
+    from headtrain import evaluation
+    from headtrain.config import ConfigError
+    from headtrain.configload import load_overrides
+
+    keys = [text.partition("=")[0].removeprefix("eval.") for text in arguments] + ["recipe"] * ("recipe" in given)
+    if others := [key for key in keys if key not in ("k", "dtype", "limit")]:
+        raise ConfigError(f"{others[0]}: not used with offline=true, which takes head, run_dir, k, dtype and limit")
+    if not given.get("run_dir"):
+        raise ConfigError("run_dir=… is missing: the run whose captures are read (offline=true)")
+    asked = load_overrides(arguments).eval
+    evaluation.evaluate_offline(heads, Path(given["run_dir"]), {key: getattr(asked, key) for key in keys})
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.config import RecipeConfig, TargetConfig
+from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
 
 STAGES = ("prompts", "responses", "captures", "training", "report", "export")
@@ -30,11 +31,11 @@ class IdentityError(ValueError):
 
 
 def stage_marks(
-    config: RecipeConfig, target: Any, sources: list[Any], head: str | None = None
+    config: RecipeConfig, target: Any, sources: list[Any], head: Any = None, draft_model: Any = None
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Stage -> (fingerprint, what it was made from). `target`, `sources`: identities as returned below.
+    """Stage -> (fingerprint, what it was made from). `target`, `sources`, `draft_model`: identities as returned below.
 
-    head: the identity of a head folder that is measured instead of a trained one.
+    head: the identity of the head folder, or of several by id, that is measured instead of a trained one.
     """
     data, tree = config.data, asdict(config)
     of_target = ("dtype", "attn_implementation", "template_kwargs", "trust_remote_code")
@@ -60,7 +61,9 @@ def stage_marks(
             "train": {key: value for key, value in tree["train"].items() if key not in NOT_IN_TRAINING},
             "seed": config.seed,
         },
-        "report": {"eval": tree["eval"], "seed": config.seed, "suite_files": suite_files(config)},
+        "report": {
+            "eval": tree["eval"], "seed": config.seed, "suite_files": suite_files(config), "draft_model": draft_model,
+        },
         "export": tree["export"],
     }
     if head is not None:
@@ -73,8 +76,11 @@ def stage_marks(
 
 
 def suite_files(config: RecipeConfig) -> dict[str, str]:
-    """sha256 of every suite that is a file."""
-    return {suite: sha256_file(suite) for suite in config.eval.suites if Path(suite).is_file()}
+    """sha256 of every suite that is a file (`NAME=FILE` too), a digest of every one that is a folder."""
+    places = {suite: place for suite in config.eval.suites if (place := parts(suite)[1])}
+    paths = {suite: Path(locate(place)).expanduser() for suite, place in places.items()}
+    files = {suite: sha256_file(path) for suite, path in paths.items() if path.is_file()}
+    return files | {suite: folder_identity(str(path)) for suite, path in paths.items() if path.is_dir()}
 
 
 def source_identities(config: RecipeConfig, run: Path) -> list[dict[str, Any]]:
@@ -104,11 +110,11 @@ def known_sha256(path: Path, run: Path) -> str:
     return known[name][2]
 
 
-def target_identity(config: TargetConfig, run: Path) -> dict[str, Any]:
+def target_identity(config: TargetConfig, run: Path, pins: str = "target.json") -> dict[str, Any]:
     """What tells this target from every other: file checksum, folder content, or Hub id and commit.
 
     A Hub model without a commit is pinned in the run folder at the first start: a later change of its branch does not
-    change a run under way. Sets `config.revision` to the commit.
+    change a run under way. Sets `config.revision` to the commit. pins: the file of the run folder that keeps it.
     """
     if not config.model:
         raise IdentityError("target.model is not set: give a Hub id, a folder, a .gguf file or package:NAME/FILE")
@@ -122,7 +128,7 @@ def target_identity(config: TargetConfig, run: Path) -> dict[str, Any]:
     looks_local = path.suffix in {".gguf", ".safetensors"} or config.model.startswith((".", "/", "~"))
     if looks_local or config.model.count("/") > 1:
         raise IdentityError(f"target.model={config.model}: no such file or folder, and not a Hub id (user/name)")
-    pin_path = run / "target.json"
+    pin_path = run / pins
     pin = read_json(pin_path) if pin_path.is_file() else {}
     if (pin.get("model"), pin.get("asked")) != (config.model, config.revision):
         pin = {"model": config.model, "asked": config.revision, "commit": hub_commit(config)}
@@ -134,32 +140,38 @@ def target_identity(config: TargetConfig, run: Path) -> dict[str, Any]:
 
 def hub_commit(config: TargetConfig) -> str:
     """The commit that a Hub model's revision stands for: from the Hub, else from the local Hub cache."""
-    from huggingface_hub import HfApi, constants, errors, file_download
+    from huggingface_hub import HfApi, constants, file_download
 
     revision = config.revision or "main"
     if len(revision) == 40 and all(digit in "0123456789abcdef" for digit in revision):
         return revision
-    reasons: tuple[type[Exception], ...] = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError)
     try:
         return HfApi().model_info(config.model, revision=revision, timeout=20).sha
-    except (*reasons, *_transport_errors()) as error:
+    except hub_errors() as error:
         folder = file_download.repo_folder_name(repo_id=config.model, repo_type="model")
         ref = Path(constants.HF_HUB_CACHE) / folder / "refs" / revision
         if ref.is_file():
             return ref.read_text().strip()
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise IdentityError(
-            f"target.model={config.model}: neither the Hub nor the local Hub cache has it ({reason}); "
-            "check the name, the network and `hf auth login`, or give a folder"
-        ) from error
+        raise not_on_the_hub(f"target.model={config.model}", error) from error
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What the Hub client's HTTP library raises when there is no network."""
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What the Hub client raises, and its HTTP library when there is no network."""
     import importlib.util
 
+    from huggingface_hub import errors
+
     names = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
-    return tuple(importlib.import_module(name).HTTPError for name in names)
+    transport = (importlib.import_module(name).HTTPError for name in names)
+    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, *transport)
+
+
+def not_on_the_hub(what: str, error: BaseException) -> IdentityError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return IdentityError(
+        f"{what}: neither the Hub nor the local Hub cache has it ({reason}); "
+        "check the name, the network and `hf auth login`, or give a folder"
+    )
 
 
 def folder_identity(folder: str | None) -> str | None:

@@ -46,6 +46,9 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.eval.suites, small.eval.limit, small.eval.k, small.eval.batch = ["heldout"], 4, [3], [4]
     small.eval.dtype, small.eval.max_new_tokens = "float32", 24
     small.eval.speed_prompts, small.eval.speed_tokens = [2], 16
+    small.eval.cost_batches = small.eval.cost_batches[:1]
+    small.eval.draft_model = small.eval.draft_model and small.target.model
+    small.eval.skip_from = small.eval.skip_from and min(small.eval.skip_from, SHAPE.layers // 2)
     small.launch.gpus = config.launch.gpus if config.launch.gpus != "auto" else 1
     small.launch.hostfile = None
     return small
