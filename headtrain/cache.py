@@ -66,3 +66,63 @@ class KVCache:
 
     def get_mask_sizes(self, *_) -> tuple[int, int]:
         return self._window, 0
+
+
+class StateCache(KVCache):
+    """Also for layers that keep a running state (linear attention, SSM, convolution) instead of every token.
+
+    A state cannot be cut back: after a rejected draft, `states` is set to a copy made before, and the tokens that
+    stayed are run again. A forward must not hold padding, which would enter the state.
+    Shapes: C channels, T the convolution's width.
+    """
+
+    def __init__(self, batch: int, capacity: int):
+        super().__init__(batch, capacity)
+        self.states: dict[tuple[str, int, int], Tensor] = {}  # (kind, layer, number) -> [B, ...]
+
+    def snapshot(self) -> dict[tuple[str, int, int], Tensor]:
+        """A copy: models change a state in place."""
+        return {key: state.clone() for key, state in self.states.items()}
+
+    def part(self, rows: Tensor, states: dict[tuple[str, int, int], Tensor]) -> StateCache:
+        """A cache of the given rows alone, which starts from their rows of `states`."""
+        part = StateCache(len(rows), self.capacity)
+        for mine, theirs in ((part.keys, self.keys), (part.values, self.values), (part.states, states)):
+            mine.update({key: tensor[rows] for key, tensor in theirs.items()})
+        return part
+
+    def put_states(self, rows: Tensor, part: StateCache) -> None:
+        """Takes over the states that the given rows have reached in a `part`."""
+        for key, state in part.states.items():
+            self.states[key][rows] = state
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.states = {key: state[rows] for key, state in self.states.items()}
+
+    # What transformers' layers with a state ask of a cache.
+    def is_recording_past(self, *_) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("convolution", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, new_BCL: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_
+    ) -> Tensor:
+        """Keeps the last T inputs of the convolution; returns those kept before (zeros at first) and the new ones."""
+        key = ("convolution", layer_idx, state_idx)
+        before_BCT = self.states.get(key)
+        width = conv_kernel_size or (new_BCL if before_BCT is None else before_BCT).shape[-1]
+        if before_BCT is None:
+            before_BCT = new_BCL.new_zeros(*new_BCL.shape[:-1], max(0, width - new_BCL.shape[-1]))
+        all_BCL = torch.cat([before_BCT, new_BCL], -1)
+        self.states[key] = all_BCL[..., -width:].clone()
+        return all_BCL
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(("recurrent", layer_idx, state_idx))
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_) -> Tensor:
+        self.states["recurrent", layer_idx, state_idx] = state
+        return state

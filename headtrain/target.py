@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,23 @@ class TargetError(ValueError):
 # ------------------------------------------------------------------------------------------------- attention
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
+gpu_attention: Callable | None = None  # the decoder's kernel for few queries over a long cache, once it is installed
+UNKNOWN_ARGUMENTS = ("indices", "block_indices", "position_bias", "sinks")  # change the result; not understood below
+
+
+def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **more):
     """Attention over [B, heads, L, D] queries and [B, J, S, D] keys, grouped, in torch's fused kernel where it can.
 
     Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) take a plain path. Registered in transformers as
-    `headtrain`, so that one function serves every family and no key is copied per query head.
+    `headtrain`, so that one function serves every family and no key is copied per query head. Windows come in the
+    mask. Raises TargetError for an argument of a family's attention that it would have to ignore.
     """
+    if ignored := [name for name in UNKNOWN_ARGUMENTS if more.get(name) is not None]:
+        raise TargetError(f"{type(module).__name__} passes {ignored[0]!r}, which headtrain's attention does not know")
+    if gpu_attention is not None and query.is_cuda:
+        out = gpu_attention(query, key, value, attention_mask, scaling, softcap, s_aux)
+        if out is not None:
+            return out, None
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     if softcap is None and s_aux is None:
         if groups > 1 and length <= 16:  # a few new tokens: the query heads of one key head stand as more queries
@@ -103,6 +115,9 @@ class TargetStates:
     taps_BLAH: Tensor | None
 
 
+STATEFUL = ("linear_attention", "conv", "hybrid")  # transformers' names of layers that keep a running state
+
+
 class Target:
     """A loaded target. `model`, `tokenizer`, `config` (the text config), `layers`, `embed`, `norm`, `lm_head`."""
 
@@ -117,7 +132,8 @@ class Target:
         self.backbone, self.layers, self.norm = _find_parts(model, self.config.num_hidden_layers, name)
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._layer_types = set(getattr(self.config, "layer_types", None) or [])
+        self.layer_types = set(getattr(self.config, "layer_types", None) or [])
+        self.decodes: set[str] = set()  # the ways of decoding that were found to work: chains, trees
 
     @classmethod
     def load(cls, config: TargetConfig, dtype: str | None = None) -> Target:
@@ -154,6 +170,11 @@ class Target:
     num_layers = property(lambda self: len(self.layers))
 
     @property
+    def stateful(self) -> str | None:
+        """The kind of layer that keeps a running state instead of every token's keys; None where there is none."""
+        return next((kind for kind in STATEFUL if kind in self.layer_types), None)
+
+    @property
     def eos_ids(self) -> set[int]:
         """Every token id that ends a response: the generation config's and the tokenizer's."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
@@ -169,17 +190,20 @@ class Target:
         positions_BL: Tensor | None = None,
         mask_BLS: Tensor | None = None,
         taps: tuple[int, ...] = (),
+        window: int | None = None,
     ) -> TargetStates:
         """Runs new tokens through the blocks, with the earlier ones in `cache`.
 
         slots_BL: int64, the cache slot of each new token (default: 0 … L-1). A token sees all slots up to its own.
         positions_BL: rope positions, default = slots. mask_BLS: bool, who sees which slot, instead of the causal rule.
         taps: 1 … num_layers; tap k is the residual stream after k blocks, before any final norm.
+        window: S, at least the largest slot + 1; who knows it saves a wait for the device.
         """
         batch, length = tokens_BL.shape
         if slots_BL is None:
-            slots_BL = torch.arange(length, device=tokens_BL.device).expand(batch, length)
-        window = int(slots_BL.max()) + 1
+            slots_BL, window = torch.arange(length, device=tokens_BL.device).expand(batch, length), window or length
+        if window is None:
+            window = int(slots_BL.max()) + 1
         if mask_BLS is None:
             mask_BLS = torch.arange(window, device=tokens_BL.device) <= slots_BL[..., None]
         if positions_BL is None:
@@ -191,7 +215,7 @@ class Target:
         with self._tapped(taps) as tapped:
             output = self.backbone(
                 input_ids=tokens_BL,
-                attention_mask=self._masks(mask_BLS, positions_BL),
+                attention_mask=self._masks(mask_BLS, positions_BL, slots_BL),
                 position_ids=positions_BL,
                 **options,
             )
@@ -254,23 +278,33 @@ class Target:
             for handle in handles:
                 handle.remove()
 
-    def _masks(self, mask_BLS: Tensor, positions_BL: Tensor) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, L, S] in the model's dtype; one per layer type where a family has sliding windows."""
+    def _masks(self, mask_BLS: Tensor, positions_BL: Tensor, slots_BL: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, L, S] in the model's dtype; one per layer type where a family has windows or chunks.
+
+        Both are counted in positions: two nodes of a tree may lie in different slots and stand at the same position.
+        """
 
         def additive(mask):
             zeros = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
             return zeros.masked_fill_(~mask, torch.finfo(self.dtype).min)[:, None]
 
-        window = getattr(self.config, "sliding_window", None)
-        if not window or (self._layer_types and "sliding_attention" not in self._layer_types):
+        config, kinds = self.config, self.layer_types
+        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        sliding = window and (not kinds or "sliding_attention" in kinds) and getattr(config, "use_sliding_window", True)
+        chunked = chunk and "chunked_attention" in kinds
+        if not sliding and not chunked:
             return additive(mask_BLS)
-        slots = torch.arange(mask_BLS.shape[-1], device=mask_BLS.device)
-        sliding = mask_BLS & (slots > positions_BL[..., None] - window)
-        if not self._layer_types:
-            return additive(sliding if getattr(self.config, "use_sliding_window", True) else mask_BLS)
-        if self._layer_types == {"sliding_attention"}:
-            return additive(sliding)
-        return {"full_attention": additive(mask_BLS), "sliding_attention": additive(sliding)}
+        where_BS = torch.arange(mask_BLS.shape[-1], device=mask_BLS.device).expand(len(mask_BLS), -1)
+        if positions_BL is not slots_BL:
+            where_BS = where_BS.scatter(1, slots_BL, positions_BL)
+        masks = {"full_attention": mask_BLS}
+        if sliding:
+            masks["sliding_attention"] = mask_BLS & (where_BS[:, None] > positions_BL[..., None] - window)
+        if chunked:
+            masks["chunked_attention"] = mask_BLS & (where_BS[:, None] // chunk == positions_BL[..., None] // chunk)
+        if not kinds or kinds == {"sliding_attention"}:
+            return additive(masks["sliding_attention"])
+        return dict.fromkeys(kinds) | {kind: additive(mask) for kind, mask in masks.items()}
 
 
 def model_path(config: TargetConfig) -> str:
@@ -291,9 +325,10 @@ def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module
         for child in module.children():
             if not (isinstance(child, nn.ModuleList) and len(child) == num_layers):
                 continue
-            norms = [c for n, c in module.named_children() if re.search(r"norm|ln_f", n) and "emb" not in n]
-            if norms:
-                return module, child, norms[-1]
+            norms = {n: c for n, c in module.named_children() if re.search(r"norm|ln_f", n)}
+            final = [n for n in norms if "emb" not in n] or list(norms)  # LFM2 calls its final norm embedding_norm
+            if final:
+                return module, child, norms[final[-1]]
     raise TargetError(f"{name}: found no list of {num_layers} blocks with a final norm in {type(model).__name__}")
 
 

@@ -1,6 +1,6 @@
 """DraftTree: the tokens proposed for one verification. A chain is a tree with one child per node.
 
-Shapes: B requests, N nodes, D the depth of the deepest node.
+Shapes: B requests, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class DraftTree:
     parents: Tensor
     counts: Tensor
     q: Tensor | None = None
+    chain_shaped: bool | None = None  # whether it is a chain; None: to be found out, which waits for the device
 
     @classmethod
     def chain(cls, tokens_BK: Tensor, counts_B: Tensor | None = None, q_BKV: Tensor | None = None) -> DraftTree:
@@ -33,23 +34,24 @@ class DraftTree:
         batch, k = tokens_BK.shape
         if counts_B is None:
             counts_B = torch.full((batch,), k, dtype=torch.long, device=tokens_BK.device)
-        return cls(tokens_BK, torch.arange(-1, k - 1, device=tokens_BK.device), counts_B, q_BKV)
+        return cls(tokens_BK, torch.arange(-1, k - 1, device=tokens_BK.device), counts_B, q_BKV, True)
 
     @property
     def is_chain(self) -> bool:
-        nodes = self.tokens.shape[1]
-        return bool((self.parents == torch.arange(-1, nodes - 1, device=self.parents.device)).all())
+        if self.chain_shaped is None:
+            nodes = self.tokens.shape[1]
+            self.chain_shaped = bool((self.parents == torch.arange(-1, nodes - 1, device=self.parents.device)).all())
+        return self.chain_shaped
 
     def depths(self) -> Tensor:
-        """int64, shaped as `parents`: tokens from the root down to the node, the node included (a child of the root: 1)."""
+        """int64, shaped as `parents`: tokens on the way from the root, its own included (a child of the root: 1)."""
         return self.ancestors().sum(-1)
 
     def ancestors(self) -> Tensor:
         """bool [N, N] or [B, N, N]: entry [i, j] is true when node j is node i or lies above it."""
         nodes = self.parents.shape[-1]
-        seen = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(*self.parents.shape, nodes).clone()
-        for node in range(nodes):
-            above = self.parents[..., node : node + 1, None].clamp_min(0).expand(*self.parents.shape[:-1], 1, nodes)
-            inherited = seen.gather(-2, above)[..., 0, :] & (self.parents[..., node, None] >= 0)
-            seen[..., node, :] |= inherited
-        return seen
+        numbers = torch.arange(nodes, device=self.parents.device)
+        above = ((self.parents[..., None] == numbers) | (numbers[:, None] == numbers)).float()
+        for _ in range((nodes - 1).bit_length()):  # each squaring doubles how far up a node sees
+            above = (above @ above).clamp_max_(1)
+        return above > 0

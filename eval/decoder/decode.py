@@ -1,38 +1,47 @@
 """The decoder: draft, verify with one target forward, keep what the target agrees with. One path for every drafter.
 
 Requests are decoded in batches without padding slots: row b's tokens lie in cache slots 0, 1, 2, …, rows grow at their
-own pace, and a finished row leaves the batch. A step's forward holds the last accepted token and the drafts, so its
-width is 1 + the longest draft.
-Shapes: B rows, L positions of one forward, K draft tokens, W tokens settled at once, V vocabulary, H hidden, A taps.
+own pace, and a finished row leaves the batch. A step's forward holds the last accepted token (the root) and the drafts
+below it, a chain or a tree. A step waits for the device once, to learn its new tokens.
+Shapes: B rows, L positions of one forward, N draft tokens (nodes), W tokens settled at once, V vocabulary, H hidden,
+A taps, T steps, U random numbers of a step.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from headtrain.cache import KVCache
+from headtrain.cache import KVCache, StateCache
+from headtrain.eval.decoder import kernels
+from headtrain.eval.decoder.clock import Clock
 from headtrain.eval.decoder.drafters.base import Drafter, News
 from headtrain.eval.decoder.drafters.none import NoDrafter
-from headtrain.eval.decoder.sampling import Sampling, probabilities
-from headtrain.eval.decoder.verify import Verdict, greedy_chain, sampled_chain
+from headtrain.eval.decoder.families import check
+from headtrain.eval.decoder.graphs import Graphs
+from headtrain.eval.decoder.judge import RULES, judge
+from headtrain.eval.decoder.layout import cut, lay_out, reach, seen_tokens, taken, visible
+from headtrain.eval.decoder.sampling import Sampling
+from headtrain.eval.decoder.verify import Verdict
 from headtrain.target import Target, TargetStates
 from headtrain.tree import DraftTree
 
 NEAR_TIE = 1e-4  # of the largest logit's magnitude
+AHEAD = 64  # steps whose random numbers are made, and brought to the device, together
 
 
 class Step(NamedTuple):
     """One target forward of one request. It emitted accepted + 1 tokens, so nothing after an end token is counted."""
 
-    drafted: int
+    drafted: int  # how deep the draft was, as far as the token budget could use it
     accepted: int
+    nodes: int  # the draft tokens down to that depth; in a chain as many
 
 
 @dataclass
@@ -58,19 +67,29 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: dict[int, float] | None = None,
+    rule: str = "exact",
     seed: int = 0,
     batch: int | None = None,
     names: list[str] | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_step: Callable[[int, list[int], Step | None], None] | None = None,
 ) -> list[Decoded]:
     """Answers prompts (token ids), `batch` at a time in order of length (None: all at once); results in given order.
 
-    Above temperature 0 each request has its own random numbers, made from `seed` and its name (default: its index), so
-    that its answer does not depend on its batch. `on_tokens(index, new ids)` is called as tokens are settled.
-    Raises ValueError for an empty prompt and for one that with the budget exceeds the target's positions.
+    k: how deep a draft goes at most. rule: which drafts stay above temperature 0: `exact`, `block` (block verification,
+    chains only) or `typical` (lossy); at temperature 0 each is the target's choice. Above it each request has its own
+    random numbers, made from `seed` and its name (default: its index), so that its answer does not depend on its batch.
+    `on_tokens(index, new ids)` and `on_step(index, new ids, record)` are called as tokens are settled; the first one,
+    which the prompt's own forward gives, has no record. Raises ValueError for an empty prompt, one that with the
+    budget exceeds the target's positions, and a target or rule that does not take the drafter's trees.
     """
     if k < 0 or max_new_tokens < 1 or (batch is not None and batch < 1):
         raise ValueError(f"decode: k={k} max_new_tokens={max_new_tokens} batch={batch}: k ≥ 0, the others ≥ 1")
+    if rule not in RULES:
+        raise ValueError(f"rule {rule!r}: unknown; known rules: {', '.join(RULES)}")
     longest = getattr(target.config, "max_position_embeddings", None)
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -80,16 +99,18 @@ def decode(
                 f"prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it exceeds the "
                 f"{longest} positions of {target.name}"
             )
-    sampling = Sampling(temperature, top_p, top_k)
+    sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, logit_bias)
+    if target.device.type == "cuda":
+        kernels.install()
+    check(target, trees=False)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out = [Decoded() for _ in prompts]
     for at in range(0, len(order), batch or max(1, len(order))):
         rows = order[at : at + (batch or len(order))]
-        names_here = [names[i] if names else str(i) for i in rows]
         chunk = _Chunk(target, drafter, [prompts[i] for i in rows], [out[i] for i in rows], rows, k, max_new_tokens)
-        chunk.sampling, chunk.on_tokens = sampling, on_tokens
+        chunk.sampling, chunk.rule, chunk.on_tokens, chunk.on_step = sampling, rule, on_tokens, on_step
         if not sampling.greedy:
-            chunk.generators = [_generator(seed, name) for name in names_here]
+            chunk.generators = [_generator(seed, names[i] if names else str(i)) for i in rows]
         chunk.run()
     return out
 
@@ -107,132 +128,200 @@ class _Chunk:
         self.decoded: list[Decoded] = decoded
         self.everyone = list(decoded)
         self.requests: list[int] = requests  # the caller's indices
-        self.sampling, self.on_tokens, self.generators = Sampling(), None, []
+        self.generators: list[torch.Generator] = []
         self.eos = target.eos_ids
-        self.capacity = max(map(len, prompts)) + budget + k + 1
-        self.cache = KVCache(len(prompts), self.capacity)
+        self.nodes = drafter.nodes(k)
+        self.capacity = max(map(len, prompts)) + budget + self.nodes + 1
+        self.cache = (StateCache if target.stateful else KVCache)(len(prompts), self.capacity)
+        self.last_position = getattr(target.config, "max_position_embeddings", None) or self.capacity
+        self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device), 0
 
     @torch.inference_mode()
     def run(self) -> None:
-        began, self.draft_s, self.verify_s = self._now(), 0.0, 0.0
-        self._prefill()
-        prefill_s = self._now() - began - self.draft_s
+        if self.nodes > self.k:
+            self._allow_trees()
+        began = self.clock.now()
+        news = self._prefill()
+        self.clock.add("prefill", began, self.clock.now())
         while self.decoded:
-            self._step()
-        total_s = self._now() - began
+            observing = self.clock.now()
+            self.drafter.observe(news)
+            self.clock.add("draft", observing, self.clock.now())
+            news = self._step()
+        self.clock.add("total", began, self.clock.now())
+        spent = self.clock.seconds()
         for row in self.everyone:
-            row.total_s, row.prefill_s = total_s / len(self.everyone), prefill_s / len(self.everyone)
-            row.draft_s, row.verify_s = self.draft_s / len(self.everyone), self.verify_s / len(self.everyone)
+            for kind in ("prefill", "draft", "verify", "total"):
+                setattr(row, f"{kind}_s", spent[kind] / len(self.everyone))
 
-    def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+    def _allow_trees(self) -> None:
+        if self.rule == "block":
+            raise ValueError(f"rule 'block' verifies chains; drafter {self.drafter.name!r} proposes trees: use 'exact'")
+        check(self.target, trees=True)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> News:
         lengths, device = [len(p) for p in self.prompts], self.target.device
         width = max(lengths)
         tokens_BL = torch.tensor([p + [0] * (width - len(p)) for p in self.prompts], device=device)
+        slots_BL = torch.arange(width, device=device).expand(tokens_BL.shape)
+        self.drafter.bind(self.target, self.cache)
         self.drafter.start(self.prompts, self.capacity)
-        states = self.target.forward(tokens_BL, self.cache, taps=self.drafter.taps)
-        self.length_B = torch.tensor(lengths, device=device)  # tokens in the cache
+        states = self.target.forward(tokens_BL, self.cache, slots_BL, taps=self.drafter.taps, window=width)
+        self._replay({}, lengths, tokens_BL, slots_BL)
+        self.lengths, self.length_B = lengths, torch.tensor(lengths, device=device)  # tokens in the cache
         self.left_B = torch.full_like(self.length_B, self.budget)  # tokens still allowed
+        self.seen_BV = None
+        if self.sampling.repetition_penalty != 1:
+            self.seen_BV = torch.zeros(len(lengths), self.target.vocab_size, dtype=torch.bool, device=device)
+            real_BL = slots_BL < self.length_B[:, None]
+            self.seen_BV.scatter_(1, torch.where(real_BL, tokens_BL, tokens_BL[:, :1]), True)
         rows = torch.arange(len(lengths), device=device)
-        nothing = DraftTree.chain(tokens_BL[:, :0])
-        verdict = self._judge(states.last_BLH[rows, self.length_B - 1][:, None], nothing, self._uniform())
+        last_BLH = states.last_BLH[rows, self.length_B - 1][:, None]
+        bonus_B = self._judge(last_BLH, DraftTree.chain(tokens_BL[:, :0]), None, self._uniform()).bonus_B
         # The prompt's own tokens are news to the drafter as well: slot i's news is token i + 1.
         news_BW = torch.cat([tokens_BL[:, 1:], tokens_BL[:, :1]], 1)
-        news_BW[rows, self.length_B - 1] = verdict.bonus_B
-        bonus = verdict.bonus_B.tolist()
-        tokens = [[*prompt[1:], token] for prompt, token in zip(self.prompts, bonus, strict=True)]
+        news_BW[rows, self.length_B - 1] = bonus_B
+        tokens = [[*prompt[1:], token] for prompt, token in zip(self.prompts, bonus_B.tolist(), strict=True)]
         news = News(news_BW, self.length_B.clone(), states.taps_BLAH, states.last_BLH, tokens)
-        self._settle(news, verdict.bonus_B, [[token] for token in bonus], None)
+        return self._settle(news, bonus_B, None)
 
-    def _step(self) -> None:
-        began = self._now()
-        uniform = self._uniform()
+    def _propose(self, uniform_BU: Tensor | None) -> DraftTree:
+        # A chain drafts no further than the longest budget. A tree's shape depends on its depth, and must not depend
+        # on other requests' budgets.
         room = max(self.budget - len(row.ids) for row in self.decoded) - 1  # a step adds its bonus token too
-        tree = self.drafter.propose(min(self.k, room), None if uniform is None else uniform[:, : self.k])
-        if not tree.is_chain:
-            raise ValueError(f"drafter {self.drafter.name!r} proposed a tree; this decoder verifies chains")
-        counts_B = torch.minimum(tree.counts, self.left_B - 1)
-        tokens_BK = tree.tokens[:, : min(self.k, room)]
-        tree = DraftTree.chain(tokens_BK, counts_B, None if tree.q is None else tree.q[:, : tokens_BK.shape[1]])
-        drafted_at = self._now()
-        tokens_BL = torch.cat([self.pending_B[:, None], tokens_BK], 1)
-        slots_BL = self.length_B[:, None] + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        states = self.target.forward(tokens_BL, self.cache, slots_BL, taps=self.drafter.taps)
-        verdict = self._judge(states.last_BLH, tree, uniform)
-        emitted_B = verdict.accepted_B + 1
-        news_BW = torch.cat([tokens_BK, verdict.bonus_B[:, None]], 1)
-        news_BW.scatter_(1, verdict.accepted_B[:, None], verdict.bonus_B[:, None])
-        host = torch.cat([news_BW, emitted_B[:, None], counts_B[:, None]], 1).tolist()  # one copy to the host
-        self.verify_s += self._now() - drafted_at
-        self.draft_s += drafted_at - began
-        new = [row[: row[-2]] for row in host]
-        width = max(map(len, new))
-        taps = None if states.taps_BLAH is None else states.taps_BLAH[:, :width]
-        news = News(news_BW[:, :width], emitted_B, taps, states.last_BLH[:, :width], new)
-        self.length_B = self.length_B + emitted_B
-        self._settle(news, verdict.bonus_B, new, [row[-1] for row in host])
+        depth = self.k if self.nodes > self.k else min(self.k, room)
+        tree = self.drafter.propose(depth, None if uniform_BU is None else uniform_BU[:, : self.nodes])
+        if tree.is_chain:
+            return DraftTree.chain(tree.tokens, torch.minimum(tree.counts, self.left_B - 1), tree.q)
+        self._allow_trees()
+        return tree
 
-    def _judge(self, last_BLH: Tensor, tree: DraftTree, uniform: Tensor | None) -> Verdict:
-        """lm_head on the real positions only, then the rule for the temperature."""
-        real_BL = torch.arange(last_BLH.shape[1], device=last_BLH.device) <= tree.counts[:, None]
-        logits_MV = self.target.logits(last_BLH[real_BL])
-        if self.sampling.greedy:
-            choice_BL = torch.zeros(real_BL.shape, dtype=torch.long, device=logits_MV.device)
-            choice_BL[real_BL] = logits_MV.argmax(-1)
-            return greedy_chain(choice_BL, tree.tokens, tree.counts)
-        p_BLV = torch.zeros(*real_BL.shape, logits_MV.shape[1], device=logits_MV.device)
-        p_BLV[real_BL] = probabilities(logits_MV, self.sampling)
-        accept_BK = uniform[:, self.k : self.k + tree.tokens.shape[1]]
-        return sampled_chain(p_BLV, tree.tokens, tree.counts, tree.q, accept_BK, uniform[:, -1])
+    def _step(self) -> News:
+        began, uniform_BU = self.clock.now(), self._uniform()
+        tree = self._propose(uniform_BU)
+        proposed = self.clock.now()
+        tokens_BL = torch.cat([self.pending_B[:, None], tree.tokens], 1)
+        slots_BL, positions_BL, sees_BLL = lay_out(tree, self.length_B)
+        before = self.cache.snapshot() if self.target.stateful else {}
+        states = self._forward(tokens_BL, slots_BL, positions_BL, sees_BLL)
+        verdict = self._judge(states.last_BLH, tree, sees_BLL, uniform_BU)
+        taken_BN, sizes = tree.tokens, [tree.counts, tree.counts]
+        if sees_BLL is not None:
+            verdict = cut(verdict, tree.tokens, self.left_B - 1)
+            taken_BN = taken_BN.gather(1, verdict.path_BD.clamp_min(0))
+            sizes = reach(tree, positions_BL - slots_BL[:, :1], self.left_B - 1)
+        # behind the accepted tokens stands the bonus, as often as there is room
+        place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+        news_BW = torch.where(place_L < verdict.accepted_B[:, None], pad(taken_BN, (0, 1)), verdict.bonus_B[:, None])
+        emitted_B = verdict.accepted_B + 1
+        host = torch.cat([news_BW, torch.stack([emitted_B, *sizes], 1)], 1).tolist()  # the one wait for the device
+        new = [row[: row[-3]] for row in host]
+        width = max(map(len, new))
+        order_BW = None
+        if sees_BLL is not None:
+            path_BD = verdict.path_BD[:, : width - 1]
+            order_BW = pad(path_BD + 1, (1, 0))  # the root, then the path
+            if width > 1:
+                kernels.compact(self.cache, slots_BL[:, 1], path_BD)
+        self._replay(before, [len(tokens) for tokens in new], tokens_BL, slots_BL)
+        verified = self.clock.now()
+        self.clock.add("draft", began, proposed)
+        self.clock.add("verify", proposed, verified)
+        news = News(
+            news_BW[:, :width], emitted_B, taken(states.taps_BLAH, order_BW, width),
+            taken(states.last_BLH, order_BW, width), new,
+        )  # fmt: skip
+        self.length_B = self.length_B + emitted_B
+        self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, new, strict=True)]
+        return self._settle(news, verdict.bonus_B, [row[-2:] for row in host])
+
+    def _forward(self, tokens_BL: Tensor, slots_BL: Tensor, positions_BL: Tensor, sees_BLL: Tensor | None):
+        """The target's states. All that a step runs of the target; on a GPU one recorded graph per shape."""
+        length = tokens_BL.shape[1]
+        window = self.graphs.bucket(max(self.lengths) + length, self.capacity)
+        if max(self.lengths) + length > self.last_position:  # drafts beyond every budget have no position of their own
+            positions_BL = positions_BL.clamp_max(self.last_position - 1)
+
+        def forward(tokens_BL, slots_BL, positions_BL, sees_BLL) -> TargetStates:
+            mask_BLS = None if sees_BLL is None else visible(sees_BLL, slots_BL, window)
+            taps = self.drafter.taps
+            return self.target.forward(tokens_BL, self.cache, slots_BL, positions_BL, mask_BLS, taps, window)
+
+        return self.graphs.run(("verify", length, window), forward, tokens_BL, slots_BL, positions_BL, sees_BLL)
+
+    def _replay(self, before: dict, counts: list[int], tokens_BL: Tensor, slots_BL: Tensor) -> None:
+        """A target with running states: rows that did not keep all tokens go back to `before` and run theirs again."""
+        if not self.target.stateful:
+            return
+        for count in set(counts) - {tokens_BL.shape[1]}:
+            rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=tokens_BL.device)
+            part = self.cache.part(rows, before)
+            self.target.forward(tokens_BL[rows, :count], part, slots_BL[rows, :count])
+            self.cache.put_states(rows, part)
+
+    def _judge(self, last_BLH: Tensor, tree: DraftTree, sees_BLL: Tensor | None, uniform_BU: Tensor | None) -> Verdict:
+        seen_BLV = None if self.seen_BV is None else seen_tokens(self.seen_BV, tree, sees_BLL)
+        numbers = ()
+        if uniform_BU is not None:
+            numbers = uniform_BU[:, self.nodes : self.nodes + tree.tokens.shape[1]], uniform_BU[:, -1]
+        return judge(self.target, last_BLH, tree, self.sampling, self.rule, seen_BLV, *numbers)
 
     def _uniform(self) -> Tensor | None:
-        """This step's numbers in [0, 1), float64 [B, 2K+1]: K to draw drafts, K to accept them, one for the bonus."""
+        """A step's numbers in [0, 1), float64 [B, 2N + 1]: N to draw drafts, N to accept them, one for the bonus."""
         if self.sampling.greedy:
             return None
-        rows = [torch.rand(2 * self.k + 1, generator=g, dtype=torch.float64) for g in self.generators]
-        return torch.stack(rows).to(self.target.device)
+        turn, self.turn = self.turn % AHEAD, self.turn + 1
+        if turn == 0:
+            shape = AHEAD, 2 * self.nodes + 1
+            rows = [torch.rand(shape, generator=g, dtype=torch.float64) for g in self.generators]
+            self.numbers_BTU = torch.stack(rows).to(self.target.device)
+        return self.numbers_BTU[:, turn]
 
-    def _settle(self, news: News, pending_B: Tensor, new: list[list[int]], drafted: list[int] | None) -> None:
-        """Adds new tokens to the answers, up to an end token; lets finished rows go; tells the drafter the rest."""
+    def _settle(self, news: News, bonus_B: Tensor, sizes: list[list[int]] | None) -> News:
+        """Adds new tokens to the answers, up to an end token; lets finished rows go. Returns what the others learn.
+
+        sizes: (drafted, nodes) of each row; None after the prefill, of whose tokens only the last is new.
+        """
         going = []
-        for i, (row, tokens) in enumerate(zip(self.decoded, new, strict=True)):
+        self.pending_B = bonus_B  # the last true token, not yet in the cache
+        self.left_B = self.left_B - (1 if sizes is None else news.counts_B)
+        for i, row in enumerate(self.decoded):
+            tokens, record = news.tokens[i] if sizes else news.tokens[i][-1:], None
             end = next((n for n, token in enumerate(tokens) if token in self.eos), None)
             if end is not None:
                 tokens, row.finish = tokens[: end + 1], "stop"
             row.ids += tokens
-            if drafted is not None:
-                row.steps.append(Step(drafted[i], len(tokens) - 1))
+            if sizes:
+                record = Step(sizes[i][0], len(tokens) - 1, sizes[i][1])
+                row.steps.append(record)
             if self.on_tokens:
                 self.on_tokens(self.requests[i], tokens)
+            if self.on_step:
+                self.on_step(self.requests[i], tokens, record)
             if end is None and len(row.ids) < self.budget:
                 going.append(i)
-        self.left_B = self.left_B - torch.tensor([len(t) for t in new], device=self.left_B.device)
-        self.pending_B = pending_B  # the last true token, not yet in the cache
-        if len(going) < len(self.decoded):
-            news = self._keep(going, news)
-        if going:
-            began = self._now()
-            self.drafter.observe(news)
-            self.draft_s += self._now() - began
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, bonus_B[:, None] if sizes is None else news.tokens_BL, True)
+        return news if len(going) == len(self.decoded) else self._keep(going, news)
 
     def _keep(self, going: list[int], news: News) -> News:
-        self.decoded = [self.decoded[i] for i in going]
-        self.requests = [self.requests[i] for i in going]
+        def kept(values):
+            return [values[i] for i in going]
+
+        self.decoded, self.requests, self.lengths = kept(self.decoded), kept(self.requests), kept(self.lengths)
         if not going:
             return news
-        if self.generators:
-            self.generators = [self.generators[i] for i in going]
         rows = torch.tensor(going, device=self.target.device)
         self.length_B, self.left_B, self.pending_B = self.length_B[rows], self.left_B[rows], self.pending_B[rows]
+        if self.generators:
+            self.generators, self.numbers_BTU = kept(self.generators), self.numbers_BTU[rows]
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[rows]
         self.cache.select(rows)
+        self.graphs.clear()
         self.drafter.select(rows)
         taps = None if news.taps_BLAH is None else news.taps_BLAH[rows]
-        tokens = [news.tokens[i] for i in going]
-        return News(news.tokens_BL[rows], news.counts_B[rows], taps, news.last_BLH[rows], tokens)
+        return News(news.tokens_BL[rows], news.counts_B[rows], taps, news.last_BLH[rows], kept(news.tokens))
 
 
 # ------------------------------------------------------------------------------------------------- identity

@@ -1,9 +1,14 @@
-"""A tiny random target and a tiny random head for it, and token ids to feed them."""
+"""A tiny random target and a tiny random head for it, token ids to feed them, and drafters that know the answer."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+
+from headtrain.eval.decoder.drafters.base import Drafter
+from headtrain.tree import DraftTree
 
 EOS = 5
 VOCAB = 97
@@ -54,6 +59,95 @@ def build_head(target, draft_vocab: int | None = None, taps=(1, 2, 3), seed: int
     return head.eval().requires_grad_(False)
 
 
+def generated(model, prompt, new, **more):
+    """Greedy continuation by transformers, the end token included."""
+    row = torch.tensor([prompt])
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | more
+    return model.generate(row, attention_mask=torch.ones_like(row), **options)[0, len(prompt) :].tolist()
+
+
+class Oracle(Drafter):
+    """Knows every prompt's continuation and drafts it, changed by `spoil(token, depth)`."""
+
+    name = "oracle"
+
+    def __init__(self, prompts, answers, spoil=lambda token, depth: token):
+        self.texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+        self.spoil = spoil
+
+    def start(self, prompts, capacity):
+        self.rows = [next(text for text in self.texts if text[: len(p)] == p) for p in prompts]
+        self.at = [1] * len(prompts)
+
+    def observe(self, news):
+        for i, tokens in enumerate(news.tokens):
+            assert self.rows[i][self.at[i] : self.at[i] + len(tokens)] == tokens, "a token came twice, or never"
+            assert tokens == news.tokens_BL[i, : news.counts_B[i]].tolist()
+            self.at[i] += len(tokens)
+
+    def propose(self, k, uniform_BN=None):
+        drafts = [text[at : at + k] for text, at in zip(self.rows, self.at, strict=True)]
+        drafts = [[self.spoil(token, depth) for depth, token in enumerate(d)] for d in drafts]
+        padded = torch.tensor([d + [0] * (k - len(d)) for d in drafts], dtype=torch.long).view(len(drafts), k)
+        return DraftTree.chain(padded, torch.tensor([len(d) for d in drafts]))
+
+    def select(self, rows):
+        self.rows, self.at = [self.rows[i] for i in rows.tolist()], [self.at[i] for i in rows.tolist()]
+
+
+class TreeOracle(Oracle):
+    """Hides the continuation, changed by `spoil`, in a tree of its own for each request, the nodes in random order.
+
+    Every depth has the next token, a wrong sibling of it, and the same token once more below the wrong sibling.
+    """
+
+    name = "tree oracle"
+
+    def nodes(self, k):
+        return 3 * k
+
+    def start(self, prompts, capacity):
+        super().start(prompts, capacity)
+        self.random = random.Random(0)
+        self.proposed = []  # per step and request: the depths of its nodes
+
+    def propose(self, k, uniform_BN=None):
+        trees = [self._tree(text[at : at + k]) for text, at in zip(self.rows, self.at, strict=True)]
+        width = max(len(tokens) for tokens, _ in trees)
+        tokens = torch.tensor([t + [0] * (width - len(t)) for t, _ in trees], dtype=torch.long)
+        parents = torch.tensor([p + [-1] * (width - len(p)) for _, p in trees], dtype=torch.long)
+        tree = DraftTree(tokens, parents.view(tokens.shape), torch.tensor([len(t) for t, _ in trees]))
+        self.proposed.append([depths[: len(t)] for depths, (t, _) in zip(tree.depths().tolist(), trees, strict=True)])
+        return tree
+
+    def _tree(self, truth):
+        waiting, truth_at, wrong_at = [], "root", None  # (name, token, parent's name)
+        for depth, token in enumerate(self.spoil(t, d) for d, t in enumerate(truth)):
+            waiting += [(("true", depth), token, truth_at), (("wrong", depth), (token + 7) % VOCAB, truth_at)]
+            if wrong_at:
+                waiting.append((("late", depth), token, wrong_at))
+            truth_at, wrong_at = ("true", depth), ("wrong", depth)
+        order, tokens, parents = {"root": -1}, [], []
+        while waiting:
+            name, token, parent = self.random.choice([node for node in waiting if node[2] in order])
+            waiting.remove((name, token, parent))
+            order[name] = len(tokens)
+            tokens.append(token)
+            parents.append(order[parent])
+        return tokens, parents
+
+
+@pytest.fixture(scope="session")
+def transformers_says():
+    return generated
+
+
+@pytest.fixture(scope="session")
+def oracles():
+    """(Oracle, TreeOracle)"""
+    return Oracle, TreeOracle
+
+
 @pytest.fixture(scope="session")
 def tiny():
     return build_target()
@@ -71,8 +165,8 @@ def head(target):
 
 @pytest.fixture(scope="session")
 def prompts():
-    random = torch.Generator().manual_seed(1)
-    rows = [torch.randint(6, VOCAB, (n,), generator=random).tolist() for n in (3, 9, 17, 1, 30, 8, 12, 5)]
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(6, VOCAB, (n,), generator=generator).tolist() for n in (3, 9, 17, 1, 30, 8, 12, 5)]
     rows[2] = rows[1][:4] * 4 + [7]  # repeats itself, so that prompt lookup finds something
     return rows
 

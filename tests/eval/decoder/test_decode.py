@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headtrain.eval.decoder.decode import compare, decode
-from headtrain.eval.decoder.drafters import Drafter, HeadDrafter, HybridDrafter, NgramDrafter, make_drafter
+from headtrain.eval.decoder.drafters import HeadDrafter, HybridDrafter, NgramDrafter, make_drafter
 from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Batch
 from headtrain.tree import DraftTree
@@ -16,45 +16,14 @@ from headtrain.tree import DraftTree
 NEW = 40
 
 
-def generated(model, prompt, new=NEW):
-    """Greedy continuation by transformers, the end token included."""
-    row = torch.tensor([prompt])
-    out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return out[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def reference(tiny, prompts, transformers_says):
+    return [transformers_says(tiny[1], prompt, NEW) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def reference(tiny, prompts):
-    return [generated(tiny[1], prompt) for prompt in prompts]
-
-
-class Oracle(Drafter):
-    """Knows every prompt's continuation and drafts it, changed by `spoil(token, depth)`."""
-
-    name = "oracle"
-
-    def __init__(self, prompts, answers, spoil=lambda token, depth: token):
-        self.texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
-        self.spoil = spoil
-
-    def start(self, prompts, capacity):
-        self.rows = [next(text for text in self.texts if text[: len(p)] == p) for p in prompts]
-        self.at = [1] * len(prompts)
-
-    def observe(self, news):
-        for i, tokens in enumerate(news.tokens):
-            assert self.rows[i][self.at[i] : self.at[i] + len(tokens)] == tokens, "a token came twice, or never"
-            assert tokens == news.tokens_BL[i, : news.counts_B[i]].tolist()
-            self.at[i] += len(tokens)
-
-    def propose(self, k, uniform_BK=None):
-        drafts = [text[at : at + k] for text, at in zip(self.rows, self.at, strict=True)]
-        drafts = [[self.spoil(token, depth) for depth, token in enumerate(d)] for d in drafts]
-        padded = torch.tensor([d + [0] * (k - len(d)) for d in drafts], dtype=torch.long).view(len(drafts), k)
-        return DraftTree.chain(padded, torch.tensor([len(d) for d in drafts]))
-
-    def select(self, rows):
-        self.rows, self.at = [self.rows[i] for i in rows.tolist()], [self.at[i] for i in rows.tolist()]
+def oracle(oracles):
+    return oracles[0]
 
 
 # ------------------------------------------------------------------------------------------------- identity
@@ -65,24 +34,6 @@ def test_greedy_output_equals_transformers_generate(name, batch, target, head, p
     answers = decode(target, make_drafter(name, head), prompts, k=4, max_new_tokens=NEW, batch=batch)
     assert [a.ids for a in answers] == reference
     assert {a.finish for a in answers} == {"stop", "length"}  # the prompts cover both ends
-
-
-@pytest.mark.parametrize("family, more", [
-    ("qwen3", {}),
-    ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    ("mistral", {"sliding_window": 8}),
-    ("phi3", {}),
-    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types":
-                 ["sliding_attention", "full_attention", "sliding_attention"]}),
-])  # fmt: skip
-def test_every_family_decodes_as_transformers_does(family, more, make, prompts):
-    build_target, build_head = make
-    target, theirs = build_target(family, **more)
-    expected = [generated(theirs, prompt, 24) for prompt in prompts]
-    drafter = make_drafter("head+ngram", build_head(target))
-    assert [a.ids for a in decode(target, drafter, prompts, k=3, max_new_tokens=24, batch=5)] == expected
-    perfect = Oracle(prompts, expected)
-    assert [a.ids for a in decode(target, perfect, prompts, k=3, max_new_tokens=24)] == expected
 
 
 @pytest.mark.demo
@@ -127,8 +78,8 @@ def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
 
 # ------------------------------------------------------------------------------------------------- drafters
 
-def test_a_perfect_drafter_has_every_draft_accepted(target, prompts, reference):
-    answers = decode(target, Oracle(prompts, reference), prompts, k=4, max_new_tokens=NEW, batch=3)
+def test_a_perfect_drafter_has_every_draft_accepted(target, prompts, reference, oracle):
+    answers = decode(target, oracle(prompts, reference), prompts, k=4, max_new_tokens=NEW, batch=3)
     assert [a.ids for a in answers] == reference
     for answer in answers:
         emitted = [step.accepted + 1 for step in answer.steps]
@@ -136,15 +87,15 @@ def test_a_perfect_drafter_has_every_draft_accepted(target, prompts, reference):
 
 
 @pytest.mark.parametrize("wrong_at", [0, 2])
-def test_a_drafter_that_is_wrong_at_one_position_costs_steps_and_nothing_else(wrong_at, target, prompts, reference):
-    spoilt = Oracle(prompts, reference, lambda token, depth: (token + 1) % 97 if depth == wrong_at else token)
+def test_a_drafter_wrong_at_one_position_costs_steps_and_nothing_else(wrong_at, target, prompts, reference, oracle):
+    spoilt = oracle(prompts, reference, lambda token, depth: (token + 1) % 97 if depth == wrong_at else token)
     answers = decode(target, spoilt, prompts, k=4, max_new_tokens=NEW)
     assert [a.ids for a in answers] == reference
     assert max(step.accepted for a in answers for step in a.steps) == wrong_at
 
 
-def test_drafts_of_different_lengths_share_a_batch(target, prompts, reference):
-    class Uneven(Oracle):
+def test_drafts_of_different_lengths_share_a_batch(target, prompts, reference, oracle):
+    class Uneven(oracle):
         def propose(self, k, uniform_BK=None):
             tree = super().propose(k)
             wanted = torch.tensor([at % (k + 1) for at in self.at])
@@ -153,18 +104,6 @@ def test_drafts_of_different_lengths_share_a_batch(target, prompts, reference):
     answers = decode(target, Uneven(prompts, reference), prompts, k=4, max_new_tokens=NEW)
     assert [a.ids for a in answers] == reference
     assert {step.drafted for a in answers for step in a.steps} == {0, 1, 2, 3, 4}
-
-
-def test_a_drafter_that_proposes_a_tree_is_refused(target, prompts):
-    class Forked(Oracle):
-        def propose(self, k, uniform_BK=None):
-            return DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.tensor([-1, -1]), torch.tensor([2]))
-
-        def observe(self, news):
-            pass
-
-    with pytest.raises(ValueError, match="a tree"):
-        decode(target, Forked(prompts, [[9] * 9] * len(prompts)), prompts[:1], k=2, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("name", ["head", "head+ngram"])
@@ -211,28 +150,34 @@ def test_the_head_drafts_while_decoding_what_its_training_unroll_drafts(name, ta
 # ------------------------------------------------------------------------------------------------- ends and budgets
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
-def test_no_drafter_goes_beyond_the_budget(budget, target, prompts, reference):
+def test_no_drafter_goes_beyond_the_budget(budget, target, prompts, reference, oracle):
     for k in (1, 4, 9):
-        answers = decode(target, Oracle(prompts, reference), prompts, k=k, max_new_tokens=budget)
+        answers = decode(target, oracle(prompts, reference), prompts, k=k, max_new_tokens=budget)
         assert [a.ids for a in answers] == [r[:budget] for r in reference]
         assert all(1 + sum(s.accepted + 1 for s in a.steps) == len(a.ids) for a in answers)
 
 
-def test_tokens_after_an_accepted_end_token_are_dropped(target, prompts, reference):
+def test_tokens_after_an_accepted_end_token_are_dropped(target, prompts, reference, oracle):
     stopped = [i for i, r in enumerate(reference) if r[-1] in target.eos_ids]
     assert stopped
     beyond = [r + [11] * 8 for r in reference]  # the drafter goes on after the end
     for i in stopped:
-        answer = decode(target, Oracle(prompts, beyond), [prompts[i]], k=6, max_new_tokens=NEW)[0]
+        answer = decode(target, oracle(prompts, beyond), [prompts[i]], k=6, max_new_tokens=NEW)[0]
         assert answer.ids == reference[i] and answer.finish == "stop"
         assert 1 + sum(step.accepted + 1 for step in answer.steps) == len(answer.ids)
 
 
-def test_tokens_are_reported_as_they_come_and_results_keep_the_given_order(target, prompts, reference):
-    heard = {i: [] for i in range(len(prompts))}
+def test_tokens_are_reported_as_they_come_and_results_keep_the_given_order(target, prompts, reference, oracle):
+    heard, records = {i: [] for i in range(len(prompts))}, {i: [] for i in range(len(prompts))}
+
+    def on_step(i, tokens, step):
+        assert heard[i][-len(tokens) :] == tokens and (step is None or step.accepted + 1 == len(tokens))
+        records[i].append(step)
+
     options = {"k": 3, "max_new_tokens": NEW, "batch": 3, "on_tokens": lambda i, tokens: heard[i].extend(tokens)}
-    answers = decode(target, Oracle(prompts, reference), prompts, **options)
+    answers = decode(target, oracle(prompts, reference), prompts, on_step=on_step, **options)
     assert [heard[i] for i in range(len(prompts))] == [a.ids for a in answers] == reference
+    assert [records[i] for i in range(len(prompts))] == [[None, *a.steps] for a in answers]
 
 
 def test_impossible_requests_are_refused(target):
@@ -240,6 +185,8 @@ def test_impossible_requests_are_refused(target):
         decode(target, make_drafter("none"), [[7], []], k=0, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"prompt 0 has 510 tokens.*512 positions"):
         decode(target, make_drafter("none"), [[7] * 510], k=0, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"'lucky'.*exact, block, typical"):
+        decode(target, make_drafter("none"), [[7]], k=0, max_new_tokens=4, rule="lucky")
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         decode(target, make_drafter("none"), [[7]], k=0, max_new_tokens=0)
 
@@ -250,8 +197,8 @@ def test_a_batch_shares_its_wall_time_among_its_requests(target, head, prompts):
     assert 0 < answers[0].draft_s + answers[0].verify_s + answers[0].prefill_s <= answers[0].total_s
 
 
-def test_the_time_a_drafter_takes_is_counted_as_drafting(target, prompts, reference):
-    class Slow(Oracle):
+def test_the_time_a_drafter_takes_is_counted_as_drafting(target, prompts, reference, oracle):
+    class Slow(oracle):
         def propose(self, k, uniform_BK=None):
             time.sleep(0.02)
             return super().propose(k)
@@ -284,6 +231,28 @@ def test_a_near_tie_is_counted_and_the_comparison_goes_on_after_it(make, prompts
     spoilt = [*first[:4], twin, *rest[:-1], rest[-1] + 1]
     after = compare(target, prompts[0], plain, spoilt, 12)
     assert not after.identical and after.near_ties == 1 and "not a near-tie" in after.notes[1]
+
+
+# ------------------------------------------------------------------------------------------------- choosing otherwise
+
+def test_a_repetition_penalty_gives_the_tokens_of_transformers(tiny, target, prompts, transformers_says, oracles):
+    options = {"k": 3, "max_new_tokens": 16, "repetition_penalty": 3.0}
+    expected = [transformers_says(tiny[1], prompt, 16, repetition_penalty=3.0) for prompt in prompts]
+    assert expected != [transformers_says(tiny[1], prompt, 16) for prompt in prompts]
+    for drafter in (make_drafter("ngram"), oracles[0](prompts, expected), oracles[1](prompts, expected)):
+        assert [a.ids for a in decode(target, drafter, prompts, **options)] == expected
+        assert [a.ids for a in decode(target, drafter, prompts, batch=3, **options)] == expected
+
+
+def test_a_logit_bias_gives_the_tokens_of_transformers(tiny, target, prompts, reference, transformers_says, oracle):
+    bias = {reference[0][1]: -1e9, reference[1][2]: 3.0}
+    expected = [
+        transformers_says(tiny[1], prompt, 16, sequence_bias={(token,): b for token, b in bias.items()})
+        for prompt in prompts
+    ]
+    assert reference[0][1] in reference[0] and reference[0][1] not in expected[0]
+    answers = decode(target, oracle(prompts, expected), prompts, k=3, max_new_tokens=16, logit_bias=bias)
+    assert [a.ids for a in answers] == expected
 
 
 # ------------------------------------------------------------------------------------------------- sampling

@@ -1,0 +1,69 @@
+"""Whether a target decodes in the cache, chains and trees, as it reads a text: tried on a few tokens before it is used.
+
+A family whose attention builds its own masks, or whose layers keep states of a kind that the cache does not know, would
+give wrong tokens without an error. It is refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headtrain.cache import KVCache, StateCache
+from headtrain.eval.decoder.layout import lay_out, visible
+from headtrain.target import STATEFUL, Target, TargetError
+from headtrain.tree import DraftTree
+
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", *STATEFUL}
+
+
+def check(target: Target, trees: bool) -> None:
+    """Raises TargetError unless the target's logits over a chain (a tree) are those of each path read as a text."""
+    way = "trees" if trees else "chains"
+    if way in target.decodes:
+        return
+    family = f"{target.name}: the {target.config.model_type} family cannot be decoded here"
+    if unknown := target.layer_types - KNOWN:
+        raise TargetError(f"{family}: layers of kind {min(unknown)!r} are not known to the decoder's cache")
+    if trees and target.stateful:
+        raise TargetError(
+            f"{family} with trees: a {target.stateful!r} layer keeps one running state, which cannot branch; use chains"
+        )
+    try:
+        gap, largest = _gap(target, 2 if trees else 1)
+    except Exception as error:  # whatever a family's own code may raise on a cache it did not expect
+        raise TargetError(f"{family} with {way}: {type(error).__name__}: {error}") from error
+    if gap > (1e-4 if target.dtype == torch.float32 else 0.06) * largest:
+        raise TargetError(
+            f"{family} with {way}: its logits in the cache are off those of the same text by {gap:.3g} (largest logit "
+            f"{largest:.3g}), so its attention does not follow the decoder's mask"
+        )
+    target.decodes.add(way)
+
+
+@torch.inference_mode()
+def _gap(target: Target, branches: int) -> tuple[float, float]:
+    """Two rows, each with `branches` branches of two nodes: (difference of the logits, largest logit)."""
+    lengths = [5, 5 if target.stateful else 3]
+    device, nodes = target.device, 2 * branches
+    ids = (torch.arange(7, 7 + 2 * (6 + nodes)) * 5 % target.vocab_size).view(2, -1).to(device)
+    tokens_BN = ids[:, 6:]
+    parents = torch.tensor([max(-1, node - branches) for node in range(nodes)], device=device)
+    tree = DraftTree(tokens_BN, parents, torch.full((2,), nodes, device=device))
+    length_B, capacity = torch.tensor(lengths, device=device), 6 + nodes
+    cache = (StateCache if target.stateful else KVCache)(2, capacity)
+    target.forward(ids[:, :5], cache)
+    slots_BL, positions_BL, sees_BLL = lay_out(tree, length_B)
+    mask = None if sees_BLL is None else visible(sees_BLL, slots_BL, capacity)
+    roots_B1 = ids[:, 5:6]
+    states = target.forward(torch.cat([roots_B1, tokens_BN], 1), cache, slots_BL, positions_BL, mask, window=capacity)
+    found = target.logits(states.last_BLH).float()
+    gaps, largest = [], float(found.abs().max())
+    for row, length in enumerate(lengths):
+        for branch in range(branches):
+            path = torch.arange(branch, nodes, branches, device=device)
+            text = torch.cat([ids[row, :length], roots_B1[row], tokens_BN[row, path]])
+            plain = target.logits(target.forward(text[None]).last_BLH[0, length:]).float()
+            here = torch.cat([path.new_zeros(1), path + 1])
+            gaps.append((found[row, here] - plain).abs().amax(-1))
+    gaps = torch.cat(gaps)  # in low precision an expert's router may fall the other way at one token
+    return float(gaps.max() if target.dtype == torch.float32 else gaps.median()), largest
