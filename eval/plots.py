@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from headtrain.eval.report_words import known
+from headtrain.eval.report_data import known
 
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 14, 42
@@ -26,6 +26,7 @@ class Series:
     css: str
     points: Sequence[tuple[float, float | None]]
     dashed: bool = False
+    dots: bool = True
 
 
 @dataclass
@@ -53,28 +54,36 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def line_plot(
     series: Sequence[Series], x_name: str, y_name: str, *, y_low: float | None = 0.0,
     show: Callable[[float], str] = "{:g}".format, x_ticks: Sequence[float] | None = None, dots: bool = True,
+    x_log: bool = False, mark: float | None = None,
 ) -> str:  # fmt: skip
     """Lines over a common x axis. `y_low`: where the y axis starts at the latest; None: near the lowest value.
 
+    x_log: every doubling of x takes the same width, with a tick at each x. mark: a line across at that y.
     "" when nothing was measured.
     """
     drawn = [(x, y) for s in series for x, y in s.points if known(y)]
     if not drawn:
         return ""
     xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
-    y_marks = ticks(min(ys) if y_low is None else min(y_low, *ys), max(ys))
-    x_marks = x_ticks if x_ticks is not None else [t for t in ticks(min(xs), max(xs)) if min(xs) <= t <= max(xs)]
-    x_span = (min(xs), max(xs)) if max(xs) > min(xs) else (min(xs) - 1, max(xs) + 1)
+    tall = [*ys, *([] if mark is None else [mark])]
+    y_marks = ticks(min(tall) if y_low is None else min(y_low, *tall), max(tall))
+    round_marks = sorted(set(xs)) if x_log else [t for t in ticks(min(xs), max(xs)) if min(xs) <= t <= max(xs)]
+    x_marks = x_ticks if x_ticks is not None else round_marks
+    scale = math.log2 if x_log else float
+    x_span = (scale(min(xs)), scale(max(xs))) if max(xs) > min(xs) else (scale(min(xs)) - 1, scale(max(xs)) + 1)
 
     def at_x(x):
-        return LEFT + (x - x_span[0]) / (x_span[1] - x_span[0]) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (scale(x) - x_span[0]) / (x_span[1] - x_span[0]) * (WIDTH - LEFT - RIGHT)
 
     def at_y(y):
         return HEIGHT - BOTTOM - (y - y_marks[0]) / (y_marks[-1] - y_marks[0]) * (HEIGHT - TOP - BOTTOM)
 
     parts = [_frame(x_marks, y_marks, at_x, at_y, x_name, y_name, show)]
+    if mark is not None:
+        y = f"{at_y(mark):.1f}"
+        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
     for s in series:
-        parts.append(_one_line(s, at_x, at_y, x_name, show, dots))
+        parts.append(_one_line(s, at_x, at_y, x_name, show, dots and s.dots))
     return _svg(HEIGHT, f"{y_name} by {x_name}", parts)
 
 

@@ -16,20 +16,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headtrain.eval.report_cost import apply_costs
+from headtrain.eval.report_data import comparisons, known
 from headtrain.eval.report_words import (
-    NAMES,
-    comparisons,
+    drafter_name,
+    engine_flags,
+    forecast,
     headline,
     identity,
-    known,
     limits,
     next_steps,
+    setting_words,
     suite_name,
     verdict,
 )
 from headtrain.files import read_json, sha256_file, write_json, write_text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # docs/report.md has the fields and what changed
 LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
 STAGES = ("prompts", "responses", "captures")
 # A result without one of these cannot be placed or compared; the others may be null.
@@ -46,7 +49,8 @@ class ReportError(ValueError):
 def build(run: str | Path, results: dict[str, Any]) -> dict[str, Any]:
     """Writes report/report.json and report/report.html of a run folder and returns the report.
 
-    results: {"results": [one dict per suite, drafter, temperature, k, tree, batch]}, as evaluation ends with.
+    results: what evaluation ends with: "results" [one dict per suite, head, drafter, temperature, k, tree, batch]; may
+    have "costs" (rows of `measure_costs`), "heads" [{id, path in the run folder}] (default: head/) and "left_out".
     A piece that a run does not have (no training log, no manifest) becomes null and a line of `warnings`; a number that
     is NaN or infinite becomes null likewise. ReportError when the head or the results are missing.
     """
@@ -55,14 +59,15 @@ def build(run: str | Path, results: dict[str, Any]) -> dict[str, Any]:
     run, warnings = Path(run), []
     rows = _checked(results, warnings)
     config = _yaml(run / "config.yaml", warnings)
-    head, head_config = _head(run)
+    heads = [_head(run, place) for place in results.get("heads") or [{"id": "head", "path": "head"}]]
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run": _run_name(run, config),
-        "heads": [head],
-        "target": _target(config, head_config),
+        "heads": [head for head, _ in heads],
+        "target": _target(config, heads[0][1]),
         "results": rows,
+        "cost": _finite(apply_costs(rows, results.get("costs") or []), "cost model", warnings),
         "left_out_of_evaluation": results.get("left_out") or {},
         "training": training_facts(run, config, warnings),
         "data": data_facts(run, config, warnings),
@@ -70,14 +75,15 @@ def build(run: str | Path, results: dict[str, Any]) -> dict[str, Any]:
         "exports": _exports(run, config),
         "warnings": warnings,
     }
-    report["data"]["suite_coverage"] = suite_coverage(run)
     report = public(report, run)
     report["summary"] = {
         "headline": headline(report),
         "verdict": verdict(report),
         "identity": identity(report),
+        "forecast": forecast(report),
         "limits": limits(report),
         "next": next_steps(report, public(config, run)),
+        "engines": engine_flags(report),
     }
     (run / "report").mkdir(parents=True, exist_ok=True)
     write_text(run / "report" / "report.html", page(report))
@@ -130,20 +136,21 @@ def _run_name(run: Path, config: dict[str, Any]) -> str:
     return "RUN_DIR"
 
 
-def _head(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = run / "head"
+def _head(run: Path, place: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the report says of a head, and the head's own description."""
+    folder = run / place["path"]
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ReportError(f"{folder / name} is missing: train the head first (headtrain train)")
     ours = read_json(folder / "config.json").get("headtrain")
     if not isinstance(ours, dict):
         raise ReportError(f"{folder / 'config.json'} has no `headtrain` section, so it is no head of headtrain's")
-    sizes = _tensors(folder / "model.safetensors")
-    weights = [math.prod(t["shape"]) for t in sizes.values() if t["dtype"] in ("F32", "BF16", "F16")]
+    weights = folder / "model.safetensors"
+    sizes = [math.prod(t["shape"]) for t in _tensors(weights).values() if t["dtype"] in ("F32", "BF16", "F16")]
     keys = ("taps", "unroll", "draft_vocab_size", "vocab_size", "hidden_size", "norm_before_residual", "freeze_lm_head")
-    head = {"id": "head", "type": ours.get("type"), "path": "head", "sha256": sha256_file(folder / "model.safetensors")}
-    head |= {"parameters": sum(weights), "bytes": (folder / "model.safetensors").stat().st_size}
-    return head | {key: ours.get(key) for key in keys}, ours
+    head = {"id": place["id"], "type": ours.get("type"), "path": place["path"], "sha256": sha256_file(weights)}
+    head |= {"parameters": sum(sizes), "bytes": weights.stat().st_size, **{key: ours.get(key) for key in keys}}
+    return head | {"suite_coverage": suite_coverage(run, weights)}, ours
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:
@@ -238,9 +245,9 @@ def data_facts(run: Path, config: dict[str, Any], warnings: list[str]) -> dict[s
     return facts
 
 
-def suite_coverage(run: Path) -> dict[str, float]:
+def suite_coverage(run: Path, weights: Path) -> dict[str, float]:
     """Per suite: the share of the target's own answer tokens that the draft vocabulary holds, a ceiling for alpha_1."""
-    mask = _t2d(run / "head" / "model.safetensors")
+    mask = _t2d(weights)
     totals: dict[str, list[int]] = {}
     for path in sorted((run / "report" / "units").glob("acceptance-*.json")) if mask is not None else []:
         unit = read_json(path)
@@ -331,14 +338,13 @@ def table(report: dict[str, Any], run: str | Path | None = None) -> str:
 
     `run`: the run folder, put before the paths; without it they stay relative to it.
     """
-    blocks = [report["summary"]["headline"]]
-    for group in comparisons(report["results"]):
-        blocks.append(_block(group))
-    blocks.append(report["summary"]["verdict"])
-    blocks.append(report["summary"]["identity"])
+    summary = report["summary"]
+    blocks = [summary["headline"], *map(_block, comparisons(report["results"]))]
+    blocks += [summary["verdict"], summary["identity"], *filter(None, [summary.get("forecast")])]
     blocks += [f"warning: {text}" for text in report["warnings"]]
     root = f"{run}/" if run is not None else ""
-    places = [("head", root + report["heads"][0]["path"]), ("report", f"{root}report/report.html")]
+    places = [("head", root + head["path"]) for head in report["heads"]]
+    places.append(("report", f"{root}report/report.html"))
     places += [("export", root + item["path"]) for item in report["exports"] if _made(run, item["path"])]
     blocks.append("\n".join(f"{name:<8}{place}" for name, place in places))
     return "\n\n".join(blocks)
@@ -352,13 +358,12 @@ def _made(run: str | Path | None, place: str) -> bool:
 def _block(group: dict[str, Any]) -> str:
     rows = group["drafters"]
     prompts = max((row["prompts"] or 0 for row in rows.values()), default=0)
-    heat = "greedy" if group["temperature"] == 0 else f"temperature {group['temperature']:g}"
-    title = f"{suite_name(group['suite'])}: {prompts} prompts, {group['tree']}, K = {group['k']}, {heat}"
+    title = f"{suite_name(group['suite'])}: {prompts} prompts, {setting_words(group)}"
     header = ["", "τ", *(f"α{n}" for n in range(1, group["k"] + 1)), "tokens/s", "plain", "speed-up"]
     lines = [header]
     for name, row in rows.items():
         alpha = (row["alpha"] or []) if name != "none" else []
-        cells = [NAMES.get(name, name), number(row["tau"])]
+        cells = [drafter_name(name), number(row["tau"])]
         cells += [number(alpha[n] if n < len(alpha) else None) for n in range(group["k"])]
         speedup = 1.0 if name == "none" and known(row["tokens_per_s"]) else row["speedup"]
         cells += [number(row["tokens_per_s"], 1), number(row["plain_tokens_per_s"], 1)]

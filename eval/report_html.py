@@ -7,9 +7,11 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from headtrain.eval.report_words import NAMES, known
+from headtrain.eval.report_data import known, labels
 
 COLOURS = {"head": "c-head", "ngram": "c-ngram", "head+ngram": "c-both", "none": "c-plain"}
+MORE_COLOURS = 6  # c-1 … in the style
+Palette = dict[str, str]  # label of a drafter -> colour class
 
 
 def document(title: str, body: str) -> str:
@@ -27,12 +29,10 @@ def number(value: Any, digits: int = 2, after: str = "") -> str:
     return f"{value:,.{digits}f}{after}" if known(value) else "–"
 
 
-def name_of(drafter: str) -> str:
-    return NAMES.get(drafter, drafter)
-
-
-def colour(drafter: str) -> str:
-    return COLOURS.get(drafter, "c-other")
+def palette(results: list[dict[str, Any]]) -> Palette:
+    """Each drafter's colour, the same on the whole page."""
+    others = sorted(set(labels(results).values()) - COLOURS.keys())
+    return COLOURS | {name: f"c-{i % MORE_COLOURS + 1}" for i, name in enumerate(others)}
 
 
 def words(name: str) -> str:
@@ -47,6 +47,12 @@ def joined(*parts: Any) -> str | None:
 def section(title: str, *parts: str, lead: str = "") -> str:
     lead = f'<p class="lead">{lead}</p>' if lead else ""
     return f"<section><h2>{escape(title)}</h2>{lead}{''.join(parts)}</section>"
+
+
+def details(summary: str, *parts: str) -> str:
+    """Parts that stay folded until asked for; nothing where there are none."""
+    shown = "".join(parts)
+    return f"<details><summary>{escape(summary)}</summary>{shown}</details>" if shown else ""
 
 
 def callout(text: str, bad: bool = False) -> str:

@@ -5,25 +5,58 @@ Everything here is a function of the report's numbers, so that a sentence cannot
 
 from __future__ import annotations
 
-import math
+import re
 from typing import Any
 
 from headtrain.engines import servable_name, serve_command
-from headtrain.eval.acceptance import difference_interval
+from headtrain.eval.report_data import against, comparisons, known, main_comparison, pick
 
-NAMES = {"head": "head", "ngram": "n-gram", "head+ngram": "head + n-gram", "none": "plain decoding"}
+NAMES = {
+    "head": "head", "ngram": "n-gram", "head+ngram": "head + n-gram", "head+ngram-tree": "head + n-gram in one tree",
+    "ngram-map-k": "n-gram map", "ngram-map-k4v": "n-gram map, several continuations", "prompt_lookup": "prompt lookup",
+    "suffix": "suffix tree", "layer_skip": "layer skipping", "draft_model": "draft model", "none": "plain decoding",
+}  # fmt: skip
 KINDS = {"eagle3": "EAGLE-3"}
-SUITES = {"heldout": "held-out prompts", "humaneval": "HumanEval"}
-LEVEL_BAND = 0.02  # without intervals, acceptance lengths within 2 % count as level
-
-
-def known(value: Any) -> bool:
-    """Whether a number was measured (not None, not NaN)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+SUITES = {
+    "heldout": "held-out prompts", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "gsm8k": "GSM8K",
+    "math500": "MATH-500", "alpaca": "Alpaca", "cnn_dm": "CNN/DM", "spec_bench": "Spec-Bench",
+    "translation": "translation", "rag": "RAG", "code_edit": "code editing", "long_cot": "long chain-of-thought",
+}  # fmt: skip
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+FREE = ("ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix")  # drafters that need no network
 
 
 def suite_name(suite: str) -> str:
-    return SUITES.get(suite, suite.rsplit("/", 1)[-1])
+    """A suite as a reader knows it; `suite/part` is a part of one."""
+    name, _, part = suite.partition("/")
+    return SUITES.get(name, suite.rsplit("/", 1)[-1]) + (f", {part}" if part and name in SUITES else "")
+
+
+def drafter_name(label: str) -> str:
+    """A drafter as a reader knows it; `drafter: head id` where several heads were measured."""
+    name, colon, head = label.partition(": ")
+    return NAMES.get(name, name) + colon + head
+
+
+def tree_words(tree: str) -> str:
+    """`chain` as it is; other shapes with what they mean."""
+    if found := re.fullmatch(r"(\d+)x(\d+)", tree):
+        return f"dynamic tree {tree} (top {found[1]} of each node, the best {found[2]} nodes verified)"
+    if found := re.fullmatch(r"iid-(\d+)x(\d+)", tree):
+        return f"sampled tree {tree} ({found[1]} independent children of each node, {found[2]} nodes verified)"
+    return tree
+
+
+def heat_words(temperature: float) -> str:
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def setting_words(group: dict[str, Any]) -> str:
+    """K, tree, temperature and rule of a comparison."""
+    rules = {"exact": "", "typical": ", typical acceptance (lossy)", "block": ", block verification"}
+    depth = "K" if group["tree"] == "chain" else "depth K"
+    heat = heat_words(group["temperature"])
+    return f"{depth} = {group['k']}, {tree_words(group['tree'])}, {heat}{rules[group['rule']]}"
 
 
 def model_name(model: str | None) -> str:
@@ -52,94 +85,6 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-# ---------------------------------------------------------------------------------------------- comparisons
-
-MEASURED = ("tau", "tau_ci", "alpha", "alpha_conditional", "steps", "accepted", "tokens", "prompts", "batch")
-TIMED = ("tokens_per_s", "plain_tokens_per_s", "speedup", "draft_share", "verify_share", "concurrent_workers")
-
-
-def comparisons(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results side by side: one entry per (suite, temperature, k, tree) with every drafter's numbers.
-
-    Acceptance comes from the row with the most steps (all prompts, batched), speed from the row that was timed for it
-    (kind `speed`; where there is none, the row with the smallest batch). Order: as measured.
-    """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    plain = [row for row in results if row["drafter"] == "none"]
-    for row in results:
-        if row["drafter"] != "none":
-            key = (row["suite"], row["temperature"], row["k"], row.get("tree") or "chain")
-            groups.setdefault(key, []).append(row)
-    for row in plain:  # plain decoding has no k: it stands beside every setting of its suite and temperature
-        for key in [k for k in groups if k[:2] == (row["suite"], row["temperature"])]:
-            groups[key].append(row)
-    return [
-        dict(zip(("suite", "temperature", "k", "tree"), key, strict=True)) | {"drafters": _by_drafter(rows)}
-        for key, rows in groups.items()
-    ]
-
-
-def _by_drafter(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    order = {name: i for i, name in enumerate(("head", "ngram", "head+ngram"))}
-    names = sorted({row["drafter"] for row in rows} - {"none"}, key=lambda name: (order.get(name, len(order)), name))
-    out = {}
-    for name in [*names, *(["none"] if any(row["drafter"] == "none" for row in rows) else [])]:
-        mine = [row for row in rows if row["drafter"] == name]
-        accepting = max(mine, key=lambda row: (row.get("kind") != "speed", row.get("steps") or 0))
-        timed = min(mine, key=lambda row: (row.get("kind") != "speed", row.get("batch") or 0))
-        out[name] = {key: accepting.get(key) for key in MEASURED} | {key: timed.get(key) for key in TIMED}
-        out[name]["by_prompt"] = _by_prompt(accepting)
-        out[name] |= {f"timed_{key}": timed.get(key) for key in ("tau", "batch", "prompts")}
-    return out
-
-
-def _by_prompt(row: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """(steps, accepted) of every prompt of a result, from its flat step counts; empty where it has none."""
-    out, at, flat = {}, 0, row.get("accepted_per_step") or []
-    for prompt in row.get("per_prompt") or []:
-        out[prompt["id"]] = (prompt["steps"], sum(flat[at : at + prompt["steps"]]))
-        at += prompt["steps"]
-    return out
-
-
-def main_comparison(groups: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The setting the headline is about: first suite, lowest temperature, the k at which most is gained."""
-    if not groups:
-        return None
-    suite, temperature = groups[0]["suite"], min(group["temperature"] for group in groups)
-    mine = [g for g in groups if g["suite"] == suite and g["temperature"] == temperature] or groups[:1]
-
-    def gain(group):
-        rows = [row for name, row in group["drafters"].items() if name != "none"]
-        speeds = [row["speedup"] for row in rows if known(row["speedup"])]
-        taus = [row["tau"] for row in rows if known(row["tau"])]
-        return (max(speeds, default=0.0), max(taus, default=0.0))
-
-    return max(mine, key=gain)
-
-
-def against(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """`above`, `below` or `level`: our acceptance length beside theirs; None when either was not measured.
-
-    On the same prompts: level when the 95 % interval of the paired difference holds 0. Else with intervals of each:
-    level as long as they overlap; without: level within 2 %.
-    """
-    if not (known(ours.get("tau")) and known(theirs.get("tau"))):
-        return None
-    mine, others = ours.get("by_prompt") or {}, theirs.get("by_prompt") or {}
-    if mine and mine.keys() == others.keys():
-        interval = difference_interval(list(mine.values()), [others[prompt] for prompt in mine])
-        if interval:
-            return "above" if interval[0] > 0 else "below" if interval[1] < 0 else "level"
-    ours_ci, theirs_ci = ours.get("tau_ci"), theirs.get("tau_ci")
-    if ours_ci and theirs_ci and all(map(known, [*ours_ci, *theirs_ci])):
-        if ours_ci[0] > theirs_ci[1]:
-            return "above"
-        return "below" if ours_ci[1] < theirs_ci[0] else "level"
-    ratio = ours["tau"] / theirs["tau"]
-    return "level" if abs(ratio - 1) <= LEVEL_BAND else ("above" if ratio > 1 else "below")
-
-
 # ------------------------------------------------------------------------------------------------ sentences
 
 
@@ -160,39 +105,48 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """How well the head drafts, beside the n-gram that costs nothing."""
-    group = main_comparison(comparisons(report["results"]))
-    if group is None or "head" not in group["drafters"] or not known(group["drafters"]["head"]["tau"]):
+    """How well the head drafts, beside the best drafter that costs nothing."""
+    groups = comparisons(report["results"])
+    group = main_comparison(groups)
+    head = pick(group, "head") if group else None
+    if head is None or not known(head["tau"]):
         return "The head has not been measured yet, so nothing can be said about how well it drafts."
-    rows = group["drafters"]
-    place = suite_name(group["suite"])
-    text = f"On {place} the head settles {rows['head']['tau']:.2f} tokens per target pass (plain decoding: 1.00)"
-    free = rows.get("ngram")
-    standing = against(rows["head"], free) if free else None
+    shape = "" if group["tree"] == "chain" else f", with a {tree_words(group['tree'])},"
+    text = f"On {suite_name(group['suite'])} the head settles {head['tau']:.2f} tokens per target pass{shape}"
+    text += " (plain decoding: 1.00)"
+    free = _free(groups, group)
+    standing = against(head, free) if free else None
+    name = f"free {drafter_name(free['drafter'])}{' lookup' * (free['drafter'] == 'ngram')}" if free else ""
     if standing == "above":
-        text += f", more than the free n-gram lookup's {free['tau']:.2f}."
+        text += f", more than the {name}'s {free['tau']:.2f}."
     elif standing == "below":
-        text += f". The free n-gram lookup settles {free['tau']:.2f}: on its own, this head is not worth serving here."
+        text += f". The {name} settles {free['tau']:.2f}: on its own, this head is not worth serving here."
     elif standing == "level":
-        text += f", level with the free n-gram lookup's {free['tau']:.2f} (the difference is within the noise)."
+        text += f", level with the {name}'s {free['tau']:.2f} (the difference is within the noise)."
     else:
         text += ". No n-gram lookup was measured beside it, so whether it beats the free drafter is unknown."
-    return text + _together(rows) + _pace(rows)
+    return text + _together(group) + _pace(group["drafters"])
 
 
-def _together(rows: dict[str, dict[str, Any]]) -> str:
-    both = rows.get("head+ngram")
+def _free(groups: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any] | None:
+    """The best free drafter on the same prompts with the same K, which only ever drafts chains."""
+    same = [g for g in groups if all(g[key] == like[key] for key in ("suite", "temperature", "k"))]
+    rows = [row for group in same for row in group["drafters"].values() if row["drafter"] in FREE and known(row["tau"])]
+    return max(rows, key=lambda row: row["tau"], default=None)
+
+
+def _together(group: dict[str, Any]) -> str:
+    both, singles = pick(group, "head+ngram"), [pick(group, "head"), pick(group, "ngram")]
     if not both or not known(both["tau"]):
         return ""
-    singles = [rows[name] for name in ("head", "ngram") if name in rows and known(rows[name]["tau"])]
-    best = max(singles, key=lambda row: row["tau"])
+    singles = [row for row in singles if row and known(row["tau"])]
     if len(singles) < 2:
         return f" With the n-gram's help it settles {both['tau']:.2f}."
     word = {
         "above": "more than either alone",
         "below": "less than the better of the two alone",
         "level": "about as much as the better of the two alone",
-    }[against(both, best) or "level"]
+    }[against(both, max(singles, key=lambda row: row["tau"])) or "level"]
     return f" Together they settle {both['tau']:.2f}, {word}."
 
 
@@ -203,7 +157,7 @@ def _pace(rows: dict[str, dict[str, Any]]) -> str:
     name = max(timed, key=lambda n: timed[n]["speedup"])
     best, batch = timed[name]["speedup"], timed[name].get("timed_batch")
     where = "on this machine" + (f" at batch {batch}" if batch and batch > 1 else "")
-    who = NAMES.get(name, name)
+    who = drafter_name(name)
     if best < 0.98:
         return f" None of it pays {where}: the fastest ({who}) runs at {best:.2f}× plain speed."
     if best < 1.02:
@@ -212,6 +166,38 @@ def _pace(rows: dict[str, dict[str, Any]]) -> str:
     if name != "head" and "head" in timed:
         text += f"; the head alone reaches {timed['head']['speedup']:.2f}×"
     return text + "."
+
+
+def series_of(report: dict[str, Any], group: dict[str, Any], drafter: str, head: str | None) -> dict[str, Any] | None:
+    """The cost model's predictions for a drafter in the setting of a comparison."""
+    keys = ("suite", "temperature", "tree", "rule")
+    for one in (report.get("cost") or {}).get("series", []):
+        if all(one[key] == group[key] for key in keys) and (one["drafter"], one["head"]) == (drafter, head):
+            return one
+    return None
+
+
+def forecast(report: dict[str, Any]) -> str:
+    """What the cost model says of the head, and how well it fits what was timed; empty without one."""
+    cost, group = report.get("cost"), main_comparison(comparisons(report["results"]))
+    head = pick(group, "head") if group else None
+    one = series_of(report, group, "head", head["head"]) if head else None
+    if one is None:
+        return ""
+    first, stop = one["best"][0], one["stops_paying"]
+    text = f"Prefill aside, the head is predicted to be fastest at K = {first['k']} at batch {first['batch']}, "
+    text += f"{first['speedup']:.2f}× plain speed; "
+    if stop is None:
+        text += f"at every batch up to {one['best'][-1]['batch']} the head still pays."
+    else:
+        text += "drafting does not pay at any batch." if stop == 1 else f"from batch {stop} on drafting does not pay."
+    if known(one["oracle_k"]):
+        text += f" Drafting just what is accepted, were it known, would give {one['oracle_k']:.2f}×."
+    checks = [check for series in cost["series"] for check in series["checks"] if check["kind"] == "speed"]
+    errors = [abs(check["error"]) for check in checks]
+    if errors:
+        text += f" Over {len(errors)} timed settings prediction and measurement differ by at most {max(errors):.0%}."
+    return text
 
 
 def identity(report: dict[str, Any]) -> str:
@@ -223,7 +209,7 @@ def identity(report: dict[str, Any]) -> str:
     ties = sum(r.get("near_ties") or 0 for r in greedy)
     if wrong:
         where = ", ".join(
-            sorted({f"{NAMES.get(r['drafter'], r['drafter'])} on {suite_name(r['suite'])}" for r in wrong})
+            sorted({f"{drafter_name(r['drafter'])} on {suite_name(r['suite'])}" for r in wrong})
         )
         first = next((f" First: {note}." for r in wrong for note in r.get("differences") or []), "")
         return (
@@ -246,36 +232,64 @@ def step_cost(row: dict[str, Any]) -> float | None:
 def limits(report: dict[str, Any]) -> str:
     """The first of these that holds: what mostly keeps the head from being faster."""
     group = main_comparison(comparisons(report["results"]))
-    row = group["drafters"].get("head") if group else None
+    row = pick(group, "head") if group else None
     if not row or not known(row["tau"]):
         return "Nothing was measured for the head, so what limits it is unknown."
-    alpha, cost = row["alpha"] or [], step_cost(row)
-    if cost and row["speedup"] < 1:
-        share = f", {row['draft_share']:.0%} of it drafting" if known(row["draft_share"]) else ""
-        return (
-            f"The price of a step: it costs {cost:.2f} plain steps on this machine{share}, and the head settles "
-            f"{row['timed_tau']:.2f} tokens in it; it takes a better head, or a machine that verifies several tokens "
-            "at the price of one."
-        )
-    if alpha and alpha[0] < 0.5:
+    return _price(row) or _acceptance_limit(report, group, row) or _time_limit(report, group, row) or (
+        "Nothing sticks out: more data and longer training are the next lever."
+    )  # fmt: skip
+
+
+def _price(row: dict[str, Any]) -> str:
+    cost = step_cost(row)
+    if cost is None or row["speedup"] >= 1:
+        return ""
+    share = f", {row['draft_share']:.0%} of it drafting" if known(row["draft_share"]) else ""
+    return (
+        f"The price of a step: it costs {cost:.2f} plain steps on this machine{share}, and the head settles "
+        f"{row['timed_tau']:.2f} tokens in it; it takes a better head, or a machine that verifies several tokens "
+        "at the price of one."
+    )
+
+
+def _acceptance_limit(report: dict[str, Any], group: dict[str, Any], row: dict[str, Any]) -> str:
+    alpha, conditional = row["alpha"] or [], row.get("alpha_conditional") or []
+    if alpha and known(alpha[0]) and alpha[0] < 0.5:
         return (
             f"The first guess: it is right in {alpha[0]:.0%} of the steps, and everything after it depends on it. "
             f"{_learning(report)}"
         )
-    coverage = (report["data"].get("suite_coverage") or {}).get(group["suite"])
+    head = next((head for head in report["heads"] if head["id"] == row["head"]), report["heads"][0])
+    coverage = (head.get("suite_coverage") or {}).get(group["suite"])
     if known(coverage) and coverage < 0.95:
         return (
             f"The draft vocabulary: {1 - coverage:.1%} of the target's tokens lie outside it and can never be drafted."
         )
-    conditional = row.get("alpha_conditional") or []
     if len(conditional) > 1 and known(conditional[-1]) and conditional[-1] < 0.75 * conditional[0]:
         return (
             f"The later positions: a first guess is right in {conditional[0]:.0%} of the steps, a last one, after "
             f"right ones, in {conditional[-1]:.0%}. A deeper unroll or longer training helps there."
         )
-    if known(row["draft_share"]) and row["draft_share"] > 0.3:
-        return f"Drafting takes {row['draft_share']:.0%} of the time: a smaller K or draft vocabulary would help."
-    return "Nothing sticks out: more data and longer training are the next lever."
+    return ""
+
+
+def _time_limit(report: dict[str, Any], group: dict[str, Any], row: dict[str, Any]) -> str:
+    """Where the time of a head that guesses well goes, if one part of it takes more than its due."""
+    draft, verify, prefill = (row.get(f"{name}_share") for name in ("draft", "verify", "prefill"))
+    if known(draft) and draft > 0.3:
+        return f"Drafting takes {draft:.0%} of the time: a smaller K or draft vocabulary would help."
+    if known(prefill) and prefill > 0.3:
+        return f"Reading the prompts takes {prefill:.0%} of the time, and no drafter shortens that."
+    if all(map(known, (draft, verify, prefill))) and (rest := 1 - draft - verify - prefill) > 0.2:
+        return f"Bookkeeping between the steps takes {rest:.0%} of the time; a larger target would hide it."
+    wide = [v["forwards"] for v in (report.get("cost") or {}).get("verify", [])
+            if v["batch"] == row["timed_batch"] and v["tokens"] >= group["k"] + 1]  # fmt: skip
+    if wide and group["tree"] == "chain" and wide[0] > 1.5:
+        return (
+            f"Verification: a forward of {group['k'] + 1} positions costs {wide[0]:.2f} plain ones on this machine; "
+            "a smaller K, or a machine with more arithmetic to spare, would help."
+        )
+    return ""
 
 
 def _learning(report: dict[str, Any]) -> str:
@@ -300,13 +314,43 @@ def next_steps(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str,
         steps.append({"why": "See how it drafts when sampling", "command": f"{measure} temperature=[0.7,1.0]"})
     if not report["exports"]:
         steps.append({"why": "Make the folder vLLM loads", "command": f"headtrain export head={run}/head format=vllm"})
-    group = main_comparison(comparisons(results))
-    for item in report["exports"]:
-        if item["engine"] == "vllm":
-            target, place = servable_name(report["target"].get("model")), f"{run}/{item['path']}"
-            command = serve_command("vllm", target, place, group["k"] if group else 3)
-            steps.append({"why": "Serve it with vLLM", "command": command})
     return steps
+
+
+def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """[{engine, k, note, command}]: how to serve the head with the K that was best here; command None where it cannot.
+
+    The K is the cost model's at batch 1, else the fastest timed, else the one with the largest τ, of exact chains (vLLM
+    and TensorRT-LLM draft chains; for SGLang the best tree follows where one was faster).
+    """
+    groups = comparisons(report["results"])
+    chain = main_comparison([group for group in groups if group["tree"] == "chain"])
+    head = pick(chain, "head") if chain else None
+    if head is None:
+        return []
+    facts = next((one for one in report["heads"] if one["id"] == head["head"]), report["heads"][0])
+    if facts["type"] != "eagle3":
+        return []
+    one = series_of(report, chain, "head", head["head"])
+    k = one["best"][0]["k"] if one else chain["k"]
+    how = "predicted fastest" if one else "the fastest measured" if known(head["speedup"]) else "of the largest τ"
+    places = {item["engine"]: item["path"] for item in report["exports"]}
+    fixed = {"taps": facts.get("taps"), "layers": report["target"].get("layers")}
+
+    def entry(engine: str, k: int, note: str, **tree: int) -> dict[str, Any]:
+        if engine != "vllm" and facts.get("norm_before_residual"):
+            note, command = "it does not read norm_before_residual=true, with which the head was trained", None
+        else:
+            place = f"{report['run']}/{places.get(engine, facts['path'])}"
+            command = serve_command(engine, servable_name(report["target"].get("model")), place, k, **tree, **fixed)
+        return {"engine": ENGINES[engine], "k": k, "note": note, "command": command}
+
+    out = [entry(engine, k, f"K = {k}, {how} here at batch 1") for engine in ENGINES]
+    group = main_comparison(groups)
+    if (shape := re.fullmatch(r"(\d+)x(\d+)", group["tree"])) and pick(group, "head"):
+        note = f"a tree of depth {group['k']}, better here than any chain"
+        out.append(entry("sglang", group["k"], note, width=int(shape[1]), nodes=int(shape[2])))
+    return out
 
 
 def _train_again(run: str, config: dict[str, Any]) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,35 @@ def check_taps(taps: Sequence[int], num_layers: int) -> list[int]:
     return sorted(taps)
 
 
-def serve_command(engine: str, target: str, head: str, k: int) -> str:
-    """The shell command that serves `target` with an exported head drafting k tokens a step."""
-    if engine != "vllm":
-        raise ValueError(f"no serve command is known for engine {engine!r}; known: vllm")
-    spec = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": k})
-    return f"vllm serve {target} --speculative-config '{spec}'"
+SERVING = ("vllm", "sglang", "tensorrt_llm")  # engines for which a serve command is known
+
+
+def serve_command(
+    engine: str, target: str, head: str, k: int, *, width: int = 1, nodes: int | None = None,
+    taps: Sequence[int] | None = None, layers: int | None = None,
+) -> str:  # fmt: skip
+    """The shell command that serves `target` with an exported EAGLE-3 head drafting k tokens a step.
+
+    width, nodes: of a tree, the children of a node and the drafts verified (SGLang only; it counts the root as well).
+    taps, layers: the head's taps and the target's blocks; TensorRT-LLM is told taps that are not its default.
+    """
+    if engine == "vllm":
+        spec = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": k})
+        return f"vllm serve {target} --speculative-config {shlex.quote(spec)}"
+    if engine == "sglang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {shlex.quote(head)} --speculative-num-steps {k} "
+            f"--speculative-eagle-topk {width} --speculative-num-draft-tokens {(nodes or k) + 1}"
+        )
+    if engine == "tensorrt_llm":
+        options = ["decoding_type: Eagle3", f"max_draft_len: {k}", f"speculative_model: {json.dumps(head)}"]
+        if taps and layers and (layers < 7 or list(taps) != default_taps(layers)):
+            options.append(f"eagle3_layers_to_capture: {engine_ids(engine, taps, layers)}")
+        lines = ["speculative_config:", *(f"  {option}" for option in options)]
+        text = "\n".join(lines)
+        return f"cat > speculative.yaml <<'END'\n{text}\nEND\ntrtllm-serve {target} --config speculative.yaml"
+    raise ValueError(f"no serve command is known for engine {engine!r}; known: {', '.join(SERVING)}")
 
 
 def servable_name(model: str | None) -> str:

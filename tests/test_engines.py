@@ -94,11 +94,34 @@ def test_an_unknown_engine_is_an_error_that_lists_the_known_ones():
 
 
 def test_the_serve_command_survives_a_shell_and_carries_valid_json():
-    words = shlex.split(serve_command("vllm", "org/Name-7B", "my runs/head", 4))
+    words = shlex.split(serve_command("vllm", "org/Name-7B", "my runs/it's a head", 4))
     assert words[:4] == ["vllm", "serve", "org/Name-7B", "--speculative-config"]
-    assert json.loads(words[4]) == {"method": "eagle3", "model": "my runs/head", "num_speculative_tokens": 4}
-    with pytest.raises(ValueError, match="sglang"):
-        serve_command("sglang", "org/Name-7B", "head", 4)
+    assert json.loads(words[4]) == {"method": "eagle3", "model": "my runs/it's a head", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match="vllm, sglang, tensorrt_llm"):
+        serve_command("other", "org/Name-7B", "head", 4)
+
+
+def test_sglang_is_told_a_chain_as_one_token_more_than_its_steps_and_a_trees_nodes_with_the_root():
+    words = shlex.split(serve_command("sglang", "org/Name-7B", "my runs/head", 4))
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert flags["--speculative-draft-model-path"] == "my runs/head" and flags["--speculative-algorithm"] == "EAGLE3"
+    names = ("num-steps", "eagle-topk", "num-draft-tokens")
+    assert [flags[f"--speculative-{name}"] for name in names] == ["4", "1", "5"]
+    words = shlex.split(serve_command("sglang", "org/Name-7B", "head", 5, width=4, nodes=16))
+    assert words[-5:] == ["5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "17"]
+
+
+@pytest.mark.parametrize(("taps", "ids"), [([2, 18, 33], None), ([4, 12, 20], [3, 11, 19])])
+def test_tensorrt_llm_is_told_in_yaml_and_only_taps_that_are_not_its_default(taps, ids, tmp_path):
+    import yaml
+
+    script = serve_command("tensorrt_llm", "org/Name-7B", "runs/a: b/head", 4, taps=taps, layers=36)
+    script = script.replace("trtllm-serve", "echo trtllm-serve")
+    said = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["trtllm-serve", "org/Name-7B", "--config", "speculative.yaml"]
+    found = yaml.safe_load((tmp_path / "speculative.yaml").read_text())["speculative_config"]
+    expected = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "runs/a: b/head"}
+    assert found == expected | ({"eagle3_layers_to_capture": ids} if ids else {})
 
 
 def test_only_a_hub_id_is_named_in_a_serve_command(tmp_path, monkeypatch):
