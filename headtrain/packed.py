@@ -1,39 +1,82 @@
-"""Linear layers of a frozen model in oneDNN's own weight layout, for CPUs.
+"""Products with frozen weights on a CPU, in the layouts that suit the number of rows.
 
-torch's default product is slow for a few rows, as in decoding: verifying six tokens of SmolLM2-135M at batch 1 took 1.6
-times as long as one. With weights re-ordered once, ahead, it takes about the same.
+torch's default product is slow for the few rows of decoding. One row against a tall weight is fastest with the weight
+transposed; more rows with the weight in oneDNN's own layout, re-ordered once, ahead. A CPU without bf16 instructions
+multiplies more than two bf16 rows fastest by an fp32 copy of the weight.
+Shapes: I inputs, O outputs; rows are all leading dimensions of x together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-TYPICAL_ROWS = 16  # the layout is chosen for products of about so many rows
+TYPICAL_ROWS = 16  # oneDNN's layout is chosen for products of about so many rows
+
+
+class Product:
+    """x @ weight.T + bias of a frozen weight, fp32 or bf16, on a CPU: [..., I] -> [..., O] in the weight's dtype.
+
+    Results differ from F.linear's by rounding only. `weight_OI` is the weight given, transposed in memory where that
+    is faster: put in the place of the one given, it leaves oneDNN's copy as the only further one.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None):
+        self.weight_OI, self.bias_O = weight_OI.detach(), bias_O
+        if weight_OI.dtype == torch.float32:
+            self.few, inner = 1, torch.float32
+            if weight_OI.shape[0] >= weight_OI.shape[1]:
+                self.weight_OI = self.weight_OI.t().contiguous().t()
+        elif has_bf16():
+            self.few, inner = 0, torch.bfloat16
+        else:
+            self.few, inner = 2, torch.float32
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().to(inner).contiguous(), TYPICAL_ROWS)
+        self.inner_bias_O = None if bias_O is None else bias_O.to(inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.numel() <= self.few * x.shape[-1]:
+            return F.linear(x, self.weight_OI, self.bias_O)
+        inner_x = x.to(self.packed.dtype)
+        return torch.ops.mkldnn._linear_pointwise(inner_x, self.packed, self.inner_bias_O, "none", [], "").to(x.dtype)
+
+
+def has_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 on this CPU."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def frozen_product(weight_OI: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A Product where the weight is frozen, on a CPU and of a dtype that can be packed; elsewhere F.linear."""
+    if (
+        weight_OI.device.type == "cpu"
+        and weight_OI.dtype in (torch.float32, torch.bfloat16)
+        and not weight_OI.requires_grad
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
+        return Product(weight_OI, bias_O)
+    return partial(F.linear, weight=weight_OI, bias=bias_O)
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Makes every nn.Linear of a frozen CPU model multiply with a re-ordered copy of its weight; returns how many.
+    """Makes every nn.Linear of a frozen CPU model multiply by a Product; returns how many.
 
-    Results differ from the plain product by rounding only. Costs the linear weights' memory once more. Layers that are
-    packed already, trainable, on another device, or that this build of torch cannot pack, stay as they are.
+    Costs the linear weights' memory once more, twice more in bf16 on a CPU without bf16 instructions. Layers that are
+    packed already, trainable, on another device or of another dtype stay as they are.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return 0
-    packed = 0
+    packed, shared = 0, {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     for layer in model.modules():
-        plain = isinstance(layer, nn.Linear) and "forward" not in vars(layer)
-        if not plain or layer.weight.device.type != "cpu" or layer.weight.requires_grad:
+        if not isinstance(layer, nn.Linear) or "forward" in vars(layer):
             continue
-        if layer.weight.dtype not in (torch.float32, torch.bfloat16):
-            continue
-        weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), TYPICAL_ROWS)
-        layer.forward = partial(_linear, weight=weight, bias=layer.bias)
-        packed += 1
+        product = frozen_product(layer.weight, layer.bias)
+        if isinstance(product, Product):
+            layer.forward = product
+            packed += 1
+            if id(layer.weight) not in shared:  # an embedding's rows are better left whole
+                layer.weight.data = product.weight_OI
     return packed
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
