@@ -55,6 +55,7 @@ def quiet_libraries() -> None:
     """Progress bars of libraries do not belong into log files."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
