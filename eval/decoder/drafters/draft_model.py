@@ -27,6 +27,11 @@ class ModelDrafter(UnrolledDrafter):
 
     def __init__(self, sampling: Sampling, target: Target, model: Target, min_confidence: float = 0.0):
         super().__init__(sampling, min_confidence)
+        if model.stateful:
+            raise ValueError(
+                f"draft model {model.name} has {model.stateful!r} layers, whose running state cannot be taken back "
+                "after a rejected draft; take one with attention layers only"
+            )
         self.model = model
         to_target, to_draft = vocabulary_tables(target, model)
         own = torch.arange(model.vocab_size)
@@ -74,17 +79,18 @@ class ModelDrafter(UnrolledDrafter):
         # Padding goes where nothing true will be visible; the last slot stays free even of a text as long as allowed.
         slots_BL = slots_BL.clamp_max(self._cache.capacity - 1)
         ends_B = torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
+        window = min(max(self._true) + width, self._cache.capacity)
         self._true = [len(text) for text in self.text]
-        self._slots_B1 = torch.tensor(self._true, device=self._device)[:, None] - 1
-        return self._logits(tokens_BL, slots_BL, ends_B)
+        self._slots_B1, self._window = torch.tensor(self._true, device=self._device)[:, None] - 1, max(self._true)
+        return self._logits(tokens_BL, slots_BL, window, ends_B)
 
     def further(self, tokens_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        self._slots_B1 = self._slots_B1 + 1
-        return self._logits(tokens_B[:, None], self._slots_B1, torch.zeros_like(tokens_B))
+        self._slots_B1, self._window = self._slots_B1 + 1, self._window + 1
+        return self._logits(tokens_B[:, None], self._slots_B1, self._window, torch.zeros_like(tokens_B))
 
-    def _logits(self, tokens_BL: Tensor, slots_BL: Tensor, ends_B: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, tokens_BL: Tensor, slots_BL: Tensor, window: int, ends_B: Tensor) -> tuple[Tensor, Tensor | None]:
         """The model's logits after token ends_B of each row, over the target's vocabulary."""
-        states = self.model.forward(self._to_draft_V[tokens_BL], self._cache, slots_BL)
+        states = self.model.forward(self._to_draft_V[tokens_BL], self._cache, slots_BL, window=window)
         logits_BD = self.model.logits(states.last_BLH[torch.arange(len(ends_B), device=ends_B.device), ends_B])
         if self._same:
             return logits_BD, None
@@ -100,9 +106,8 @@ def vocabulary_tables(target: Target, model: Target) -> tuple[Tensor, Tensor]:
     Raises ValueError when fewer than half of the draft model's tokens are the target's.
     """
     mine, its = target.tokenizer.get_vocab(), model.tokenizer.get_vocab()
-    placeholder = next(
-        (i for i in (getattr(model.tokenizer, "unk_token_id", None), *sorted(model.eos_ids)) if i is not None), 0
-    )
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    placeholder = min(model.eos_ids, default=0) if unknown is None else unknown
     to_target = torch.full((model.vocab_size,), -1)
     to_draft = torch.full((target.vocab_size,), placeholder)
     for token, there in its.items():

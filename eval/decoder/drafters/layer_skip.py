@@ -18,8 +18,6 @@ from headtrain.eval.decoder.drafters.unroll import UnrolledDrafter
 from headtrain.eval.decoder.sampling import Sampling
 from headtrain.target import Target
 
-ATTENTION = {"full_attention", "sliding_attention"}
-
 
 class LayerSkipDrafter(UnrolledDrafter):
     """`skip_from`: the number of blocks that draft, 1 … layers - 1; all later ones are skipped."""
@@ -33,11 +31,10 @@ class LayerSkipDrafter(UnrolledDrafter):
                 f"layer_skip: skip_from={skip_from}: {target.name} has {target.num_layers} layers; "
                 f"give 1 … {target.num_layers - 1}, the number of layers that draft"
             )
-        other = set(getattr(target.config, "layer_types", None) or ()) - ATTENTION
-        if other or any(hasattr(module, "A_log") for module in target.backbone.modules()):
+        if target.stateful:
             raise ValueError(
-                f"layer_skip: {target.name} ({target.config.model_type}) keeps a running state in some layers "
-                f"({', '.join(sorted(other)) or 'SSM'}), which drafting would spoil; use another drafter"
+                f"layer_skip: {target.name} has {target.stateful!r} layers, whose running state drafting would spoil; "
+                "use another drafter"
             )
         self.skip_from = skip_from
 
@@ -55,7 +52,7 @@ class LayerSkipDrafter(UnrolledDrafter):
 
     def _logits(self, tokens_B1: Tensor) -> Tensor:
         with first_layers(self._target, self.skip_from):
-            states = self._target.forward(tokens_B1, self._cache, self._slots_B1)
+            states = self._target.forward(tokens_B1, self._cache, self._slots_B1, window=self._window)
         return self._target.logits(states.last_BLH[:, 0])
 
 

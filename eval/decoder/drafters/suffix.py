@@ -21,6 +21,7 @@ LIMIT = 50_000  # tokens of ended requests
 LEAST = 0.1  # a token with a smaller estimated chance of being reached and accepted is not drafted
 CHAIN = 16  # suffixes considered, from the longest down; in natural text there are fewer
 COUNTED = 64  # states counted per new token; only a text that repeats one loop all the time has more
+REACH = 64  # tokens of a text that are matched against answers added since
 GAP = -1  # stands between two texts: no token is
 
 
@@ -67,8 +68,6 @@ class Automaton:
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """From the longest known suffix (its state and length) to that of the text with `token` added."""
-        while state and length <= self.length[self.link[state]]:  # the state was divided since
-            state = self.link[state]
         while state and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
@@ -119,10 +118,11 @@ class Answers:
 
     def __init__(self):
         self.texts: deque[list[int]] = deque()
-        self.automaton, self.tokens = Automaton(), 0
+        self.automaton, self.tokens, self.added = Automaton(), 0, 0
 
     def add(self, text: list[int]) -> None:
         """Takes in a text; when there are too many tokens, the oldest texts are forgotten until half of them are."""
+        self.added += 1
         self.texts.append(text[-LIMIT // 2 :])
         self.tokens += len(self.texts[-1])
         new = [self.texts[-1]]
@@ -136,32 +136,32 @@ class Answers:
 
 
 class Text:
-    """One request: its text's own automaton, and the longest suffix of the text that the answers know."""
+    """One request: its text's own automaton, and the longest suffix of the text that the answers know.
+
+    That suffix is followed token by token, and looked for anew (up to REACH tokens of it) when answers were added.
+    """
 
     def __init__(self, first: int, answers: Answers):
         self.tokens, self.own, self.answers = [first], Automaton(), answers
         self.own.add(first)
-        self.known, self.state, self.length = answers.automaton, 0, 0
+        self.state, self.length, self.added = 0, 0, -1
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
             self.own.add(token)
         self.tokens += tokens
-        self._follow(tokens)
-
-    def _follow(self, tokens: list[int]) -> None:
-        if self.known is not self.answers.automaton:  # it was made anew
-            self.known, self.state, self.length = self.answers.automaton, 0, 0
-            tokens = self.tokens[-64:]
+        if self.added != self.answers.added:
+            self.state, self.length, self.added = 0, 0, self.answers.added
+            tokens = self.tokens[-REACH:]
         for token in tokens:
-            self.state, self.length = self.known.step(self.state, self.length, token)
+            self.state, self.length = self.answers.automaton.step(self.state, self.length, token)
 
     def continuation(self, k: int) -> list[int]:
         """The draft that promises most; the request's own text comes first where both promise the same."""
-        self._follow([])
-        own = self.own.link[self.own.last]
-        candidates = self.own.best(own, self.own.length[own], k), self.known.best(self.state, self.length, k)
-        return max(candidates, key=lambda found: found[0])[1]
+        repeated = self.own.link[self.own.last]
+        own = self.own.best(repeated, self.own.length[repeated], k)
+        known = self.answers.automaton.best(self.state, self.length, k)
+        return max(own, known, key=lambda found: found[0])[1]
 
 
 class SuffixDrafter(LookupDrafter):

@@ -16,8 +16,8 @@ from headtrain.tree import DraftTree
 class UnrolledDrafter(Drafter):
     """The likeliest token at temperature 0, above it one drawn from the model's distribution, warped as the target's.
 
-    One more token is drafted only while the product of the confidences (softmax probabilities) of those before it is at
-    least `min_confidence`: that no token's own draw decides whether it is drafted keeps sampling exact.
+    One more token is drafted only while the product of the confidences of those before it (what the model gives them,
+    warped too) is at least `min_confidence`. That no token's own draw decides on its drafting keeps sampling exact.
     """
 
     def __init__(self, sampling: Sampling, min_confidence: float = 0.0):
@@ -53,15 +53,16 @@ class UnrolledDrafter(Drafter):
             if self.sampling.repetition_penalty != 1:
                 seen_BV = self._seen(logits_BV) if seen_BV is None else seen_BV.scatter(1, tokens[-1], True)
             if self.sampling.greedy:
-                ids_B = adjust(logits_BV, self.sampling, seen_BV).argmax(-1)
+                logits_BV = adjust(logits_BV, self.sampling, seen_BV)
+                tokens.append(logits_BV.argmax(-1, keepdim=True))
             else:
                 q.append(probabilities(logits_BV, self.sampling, seen_BV))
-                ids_B = draw(q[-1], uniform_BK[:, depth])
-            tokens.append(ids_B[:, None])
+                tokens.append(draw(q[-1], uniform_BK[:, depth])[:, None])
             going_B = going_B if offered_B is None else going_B & offered_B
             counts_B = counts_B + going_B
             if self.min_confidence:
-                confidence_B = confidence_B * logits_BV.float().softmax(-1).gather(1, tokens[-1])[:, 0]
+                chances_BV = q[-1] if q else logits_BV.softmax(-1)
+                confidence_B = confidence_B * chances_BV.gather(1, tokens[-1])[:, 0]
                 going_B = going_B & (confidence_B >= self.min_confidence)
                 if not going_B.any():
                     break

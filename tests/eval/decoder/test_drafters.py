@@ -1,4 +1,5 @@
-"""What drafters propose: prompt lookup against a plain search, the head against its training unroll, the mixture."""
+"""What drafters propose: n-grams against a plain search, prompt lookup against transformers, the
+head against its unroll, the mixture."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headtrain.eval.decoder.drafters import NAMES, News, make_drafter
+from headtrain.eval.decoder.decode import decode
+from headtrain.eval.decoder.drafters import NAMES, Drafting, News, make_drafter
 from headtrain.eval.decoder.drafters.ngram import History, NgramDrafter
+from headtrain.eval.decoder.drafters.prompt_lookup import FirstOccurrences
 from headtrain.eval.decoder.sampling import Sampling
 
 
 def search(tokens, k, shortest=1, longest=3):
-    """Prompt lookup as a scan from the back, one token at a time."""
+    """The n-gram drafter as a scan from the back, one token at a time."""
     for n in range(longest, shortest - 1, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[len(tokens) - n :]:
@@ -26,14 +29,14 @@ def search(tokens, k, shortest=1, longest=3):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 2))
-def test_prompt_lookup_equals_a_scan_for_the_latest_occurrence_of_the_longest_suffix(tokens, k, shortest):
+def test_the_ngram_drafter_equals_a_scan_for_the_latest_occurrence_of_the_longest_suffix(tokens, k, shortest):
     history = History(tokens[0], shortest, 3)
     history.extend(tokens[1 : len(tokens) // 2])
     history.extend(tokens[max(1, len(tokens) // 2) :])
     assert history.continuation(k) == search(tokens, k, shortest)
 
 
-def test_prompt_lookup_prefers_the_longest_suffix_and_then_the_latest_place():
+def test_the_ngram_drafter_prefers_the_longest_suffix_and_then_the_latest_place():
     history = History(1, 1, 3)
     history.extend([2, 3, 7, 9, 2, 3, 8, 5, 3, 6, 1, 2, 3])
     assert history.continuation(3) == [7, 9, 2]  # 1 2 3 -> 7; 2 3 alone would give 8, 3 alone 6
@@ -41,10 +44,55 @@ def test_prompt_lookup_prefers_the_longest_suffix_and_then_the_latest_place():
     assert history.continuation(2) == [4, 2]  # 4 2 3 is new; the latest 2 3 was followed by 4
 
 
-def test_prompt_lookup_continues_a_loop_beyond_the_end_of_the_text():
+def test_the_ngram_drafter_continues_a_loop_beyond_the_end_of_the_text():
     history = History(5, 1, 3)
     history.extend([6, 5, 6, 5, 6])
     assert history.continuation(5) == [5, 6, 5, 6, 5]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.integers(1, 6), st.integers(1, 3))
+def test_prompt_lookup_equals_transformers_candidates(tokens, k, longest):
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    theirs = PromptLookupCandidateGenerator(
+        num_output_tokens=k, max_matching_ngram_size=longest, max_length=len(tokens) + 100
+    )
+    record = FirstOccurrences(tokens[0], longest)
+    record.extend(tokens[1:])
+    assert record.continuation(k) == theirs.get_candidates(torch.tensor([tokens]))[0][0, len(tokens) :].tolist()
+
+
+FREE_OF_WEIGHTS = ["ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix"]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, prompts):
+    """(prompts that repeat themselves, transformers' greedy continuations of them)."""
+    repeating, out = [p + p for p in prompts], []
+    for prompt in repeating:
+        row = torch.tensor([prompt])
+        options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+        out.append(tiny[1].generate(row, attention_mask=torch.ones_like(row), **options)[0, len(prompt) :].tolist())
+    return repeating, out
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", FREE_OF_WEIGHTS)
+def test_greedy_output_equals_transformers_generate(name, batch, target, reference):
+    drafter = make_drafter(name, drafting=Drafting(ngram_n=2 if "map" in name else None, ngram_m=4))
+    answers = decode(target, drafter, reference[0], k=4, max_new_tokens=32, batch=batch)
+    assert [answer.ids for answer in answers] == reference[1]
+    assert sum(step.accepted for answer in answers for step in answer.steps) > 0
+
+
+@pytest.mark.parametrize("name", FREE_OF_WEIGHTS)
+def test_what_is_copied_is_a_choice_and_not_a_draw(name):
+    drafter = make_drafter(name, None, Sampling(0.8), Drafting(ngram_n=1))
+    drafter.start([[1, 2], [3, 4]], 64)
+    drafter.observe(news([[2, 9, 1, 2, 9, 1, 2, 9, 1, 2, 9, 1, 2], [4, 5]]))
+    tree = drafter.propose(2, torch.zeros(2, 2))
+    assert tree.q is None and tree.counts.tolist() == [2, 0] and tree.tokens[0].tolist() == [9, 1]
 
 
 def news(rows):
@@ -130,11 +178,17 @@ def test_the_mixture_copies_where_it_can_and_drafts_elsewhere(target, head):
     assert torch.equal(mixed.q[1], alone.q[1])
 
 
-def test_drafters_are_made_by_name_and_a_missing_head_is_said(head):
-    assert {make_drafter(name, head).name for name in NAMES} == set(NAMES)
-    with pytest.raises(ValueError, match=r"unknown; known drafters: none, ngram, head, head\+ngram"):
+def test_drafters_are_made_by_name_and_what_is_missing_is_said(head, target, monkeypatch):
+    monkeypatch.setattr(type(target.tokenizer), "get_vocab", lambda self: {"a": 0}, raising=False)
+    drafting = Drafting(draft_model=target, skip_from=1)
+    assert [make_drafter(name, head, None, drafting, target).name for name in NAMES] == list(NAMES)
+    with pytest.raises(ValueError, match=r"unknown; known drafters: none, ngram, ngram-map-k, .*head\+ngram"):
         make_drafter("eagle")
     with pytest.raises(ValueError, match="needs a trained head"):
         make_drafter("head+ngram")
+    with pytest.raises(ValueError, match="needs the target and skip_from"):
+        make_drafter("layer_skip", target=target)
+    with pytest.raises(ValueError, match="needs the target and draft_model"):
+        make_drafter("draft_model", target=target)
     with pytest.raises(ValueError, match="n-gram lengths"):
         NgramDrafter(4, 3)
