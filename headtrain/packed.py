@@ -50,15 +50,20 @@ def has_bf16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def frozen_product(weight_OI: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """A Product where the weight is frozen, on a CPU and of a dtype that can be packed; elsewhere F.linear."""
-    if (
-        weight_OI.device.type == "cpu"
-        and weight_OI.dtype in (torch.float32, torch.bfloat16)
-        and not weight_OI.requires_grad
+def can_pack(weight: Tensor) -> bool:
+    """Whether the weight is frozen, on a CPU, and of a dtype that this build of torch packs."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and not weight.requires_grad
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ):
+    )
+
+
+def frozen_product(weight_OI: Tensor, bias_O: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A Product where the weight can be packed, else F.linear."""
+    if can_pack(weight_OI):
         return Product(weight_OI, bias_O)
     return partial(F.linear, weight=weight_OI, bias=bias_O)
 
@@ -71,12 +76,10 @@ def pack_linears(model: nn.Module) -> int:
     """
     packed, shared = 0, {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     for layer in model.modules():
-        if not isinstance(layer, nn.Linear) or "forward" in vars(layer):
+        if not isinstance(layer, nn.Linear) or "forward" in vars(layer) or not can_pack(layer.weight):
             continue
-        product = frozen_product(layer.weight, layer.bias)
-        if isinstance(product, Product):
-            layer.forward = product
-            packed += 1
-            if id(layer.weight) not in shared:  # an embedding's rows are better left whole
-                layer.weight.data = product.weight_OI
+        layer.forward = Product(layer.weight, layer.bias)
+        packed += 1
+        if id(layer.weight) not in shared:  # an embedding's rows are better left whole
+            layer.weight.data = layer.forward.weight_OI
     return packed
