@@ -27,13 +27,15 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
         self._slots_BL: Tensor | None = None
         self._rows_B1: Tensor | None = None
+        self._start: int | None = None  # one row on a CPU: where its new slots, which are neighbours, begin
         self._window = 0  # slots visible to the running forward
 
     def begin(self, slots_BL: Tensor, window: int) -> None:
-        """Announces where the next forward writes (int64 [B, L]) and how many slots it reads."""
+        """Announces the slots the next forward writes (int64 [B, L], neighbours in each row) and how many it reads."""
         if window > self.capacity:
             raise ValueError(f"KV cache of {self.capacity} slots is too small for {window}")
         self._slots_BL, self._window = slots_BL, window
+        self._start = int(slots_BL[0, 0]) if self.batch == 1 and slots_BL.device.type == "cpu" else None
         if self._rows_B1 is None:
             self._rows_B1 = torch.arange(self.batch, device=slots_BL.device)[:, None]
 
@@ -44,14 +46,12 @@ class KVCache:
                 store[layer_idx] = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
         out = []
         for store, new in ((self.keys[layer_idx], key_BJLD), (self.values[layer_idx], value_BJLD)):
-            store.transpose(1, 2)[self._rows_B1, self._slots_BL] = new.transpose(1, 2)
+            if self._start is None:
+                store.transpose(1, 2)[self._rows_B1, self._slots_BL] = new.transpose(1, 2)
+            else:
+                store[:, :, self._start : self._start + new.shape[2]] = new
             out.append(store[:, :, : self._window])
         return out[0], out[1]
-
-    def move(self, rows: Tensor, source: Tensor, destination: Tensor) -> None:
-        """Copies slot source[i] of row rows[i] to slot destination[i], in every layer (after a tree's acceptance)."""
-        for store in (*self.keys.values(), *self.values.values()):
-            store[rows, :, destination] = store[rows, :, source]
 
     def select(self, rows: Tensor) -> None:
         """Keeps only the given rows, in the given order (when some requests have finished)."""

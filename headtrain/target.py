@@ -133,6 +133,7 @@ class Target:
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.layer_types = set(getattr(self.config, "layer_types", None) or [])
+        self.lean: Callable[..., TargetStates] | None = None  # the same blocks in fewer operations (headtrain/lean.py)
         self.decodes: set[str] = set()  # the ways of decoding that were found to work: chains, trees
 
     @classmethod
@@ -212,13 +213,14 @@ class Target:
         if cache is not None:
             cache.begin(slots_BL, window)
             options[self._cache_argument] = cache
+        for k in taps:
+            if not 1 <= k <= self.num_layers:
+                raise TargetError(f"tap {k} does not exist: {self.name} has blocks 1 … {self.num_layers}")
+        masks = self._masks(mask_BLS, positions_BL, slots_BL)
+        if self.lean is not None:
+            return self.lean(tokens_BL, positions_BL, masks, cache, taps)
         with self._tapped(taps) as tapped:
-            output = self.backbone(
-                input_ids=tokens_BL,
-                attention_mask=self._masks(mask_BLS, positions_BL, slots_BL),
-                position_ids=positions_BL,
-                **options,
-            )
+            output = self.backbone(input_ids=tokens_BL, attention_mask=masks, position_ids=positions_BL, **options)
         return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
 
     def logits(self, last: Tensor) -> Tensor:
@@ -265,8 +267,6 @@ class Target:
         found: dict[int, Tensor] = {}
         handles = []
         for k in taps:
-            if not 1 <= k <= self.num_layers:
-                raise TargetError(f"tap {k} does not exist: {self.name} has blocks 1 … {self.num_layers}")
 
             def keep(_module, _inputs, output, k=k):
                 found[k] = output[0] if isinstance(output, tuple) else output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -33,8 +34,10 @@ def build_target(family: str = "llama", vocab: int = VOCAB, layers: int = 3, see
     )  # fmt: skip
     torch.manual_seed(seed)
     ours = AutoModelForCausalLM.from_config(config, attn_implementation="headtrain").eval()
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # a config of its own: the models would share the name of their attention with it
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     theirs.load_state_dict(ours.state_dict())
+    assert (ours.config._attn_implementation, theirs.config._attn_implementation) == ("headtrain", "eager")
     target = Target(ours, TinyTokenizer(), f"tiny {family}")
     target.self_check()
     return target, theirs
