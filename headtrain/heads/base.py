@@ -132,7 +132,10 @@ class Head(nn.Module):
 
     # drafting; `state` is whatever the head keeps between steps
     def start(self, batch: int, capacity: int) -> Any:
-        """An empty drafting state for `batch` requests of at most `capacity` tokens."""
+        """An empty drafting state for `batch` requests of at most `capacity` true slots (padding of `extend` included).
+
+        Room for the nodes of `expand` is the head's own to make.
+        """
         raise NotImplementedError
 
     def extend(
@@ -145,11 +148,12 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def expand(self, state: Any, tokens_BM: Tensor, parents_BM: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, state: Any, tokens_BM: Tensor, parents_BM: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Drafts on from M nodes per request: draft tokens (target ids) just chosen, below the nodes `parents_BM`.
 
-        Nodes are numbered in the order of these calls since `extend`; -1 is the root, the last true slot. A node sees
-        the true prefix, its ancestors and itself; the state keeps each node's hidden, which its children are fed.
+        Nodes are numbered in the order of these calls since `extend`; -1 is the root, the last true slot. None: one
+        node, below the last (a chain). A node sees the true prefix, its ancestors and itself; the state keeps each
+        node's hidden, which its children are fed.
         Heads that draft all positions at once answer with the logits of the node's depth, whatever the tokens are.
         Returns logits [B, M, draft vocab] and hidden [B, M, H].
         """

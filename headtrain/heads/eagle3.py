@@ -6,14 +6,13 @@ x += attention; x += mlp(post_attention_layernorm(x)); logits = lm_head(norm(x))
 depth's features.
 
 Shapes: N packed positions, M active slots of a depth, H hidden, A taps, G query heads per key head, J key heads, D head
-size, V draft vocabulary, B requests, L new tokens, S cache slots.
+size, V draft vocabulary, B requests, L new tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from headtrain.config import HeadSection, TrainConfig
 from headtrain.engines import check_taps, default_taps
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput, feature_size
 from headtrain.heads.calibrate import calibrate
+from headtrain.heads.drafting import DraftState
 from headtrain.heads.layers import (
     Pairs,
     Segment,
@@ -68,18 +68,6 @@ class _Layer(nn.Module):
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             setattr(self, name, nn.Module())
             getattr(self, name).weight = nn.Parameter(torch.ones(h))
-
-
-@dataclass
-class DraftState:
-    """Keys and values of B requests, [B, S, J, D]; `length_B` slots of each are true, drafts come after them."""
-
-    keys: Tensor
-    values: Tensor
-    length_B: Tensor
-    projections: tuple[Tensor, Tensor]  # the q/k/v weights' halves, contiguous
-    longest: int = 0  # most true slots of a request, at most
-    depth: int = 0  # drafts since the last extend
 
 
 class Eagle3Head(Head):
@@ -322,53 +310,38 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def start(self, batch: int, capacity: int) -> DraftState:
-        c, weight = self.config, self.fc.weight
-        shape = (batch, capacity, c.num_key_value_heads, c.head_dim)
-        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        halves = tuple(half.contiguous() for half in self._projections())
-        return DraftState(weight.new_zeros(shape), weight.new_zeros(shape), length, halves)
+        c = self.config
+        return DraftState(batch, capacity, c.num_key_value_heads, c.head_dim, c.hidden_size, self.fc.weight)
 
     @torch.no_grad()
     def extend(self, state: DraftState, tokens_BL, taps_BLAT, last_BLT, counts_B) -> tuple[Tensor, Tensor]:
-        features_BLH = self._fuse(taps_BLAT)
-        new = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-        slots_BL = state.length_B[:, None] + new
-        q_BLGJD = self._write(state, tokens_BL, features_BLH, slots_BL)
-        rows = torch.arange(len(counts_B), device=counts_B.device)
-        state.length_B = state.length_B + counts_B
-        state.longest, state.depth = state.longest + tokens_BL.shape[1], 0
-        return self._draft(state, q_BLGJD[rows, counts_B - 1], features_BLH[rows, counts_B - 1])
+        features_BLH, slots_BL = self._fuse(taps_BLAT), state.settle(tokens_BL.shape[1], counts_B)
+        q_BLGJD = self._write(state, tokens_BL, features_BLH, slots_BL, slots_BL)
+        rows, last = torch.arange(len(counts_B), device=counts_B.device), counts_B - 1
+        logits_B1W, hidden_B1H = self._draft(state, q_BLGJD[rows, last][:, None], features_BLH[rows, last][:, None])
+        return logits_B1W[:, 0], hidden_B1H[:, 0]
 
     @torch.no_grad()
-    def expand(self, state: DraftState, tokens_B, hidden_BH) -> tuple[Tensor, Tensor]:
-        state.depth += 1
-        slots_B1 = (state.length_B - 1 + state.depth)[:, None]
-        q_B1GJD = self._write(state, tokens_B[:, None], hidden_BH[:, None], slots_B1)
-        return self._draft(state, q_B1GJD[:, 0], hidden_BH)
+    def expand(self, state: DraftState, tokens_BM, parents_BM=None) -> tuple[Tensor, Tensor]:
+        slots_BM, positions_BM, features_BMH = state.branch(parents_BM)
+        q_BMGJD = self._write(state, tokens_BM, features_BMH, slots_BM, positions_BM)
+        return self._draft(state, q_BMGJD, features_BMH)
 
     def select(self, state: DraftState, rows: Tensor) -> None:
-        state.keys, state.values, state.length_B = state.keys[rows], state.values[rows], state.length_B[rows]
+        state.select(rows)
 
-    def _write(self, state, tokens_BL, features_BLH, slots_BL) -> Tensor:
+    def _write(self, state: DraftState, tokens_BL, features_BLH, slots_BL, positions_BL) -> Tensor:
         """Puts the keys and values of new slots into the cache; returns their queries [B, L, G, J, D]."""
-        w_embed, w_hidden = state.projections
-        qkv = F.linear(self._embed(tokens_BL), w_embed) + F.linear(self._normed(features_BLH), w_hidden)
-        q, k, v = self._split(qkv, slots_BL)
-        rows = torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
-        state.keys[rows, slots_BL], state.values[rows, slots_BL] = k, v
+        attention = self.midlayer.self_attn
+        x = torch.cat([self._embed(tokens_BL), self._normed(features_BLH)], -1)
+        q, k, v = self._split(torch.cat([attention[f"{n}_proj"](x) for n in "qkv"], -1), positions_BL)
+        state.write(slots_BL, k, v)
         return q
 
-    def _draft(self, state: DraftState, q_BGJD: Tensor, features_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of one query per request over its slots so far, and the rest of the layer."""
-        window = min(state.longest + state.depth, state.keys.shape[1])
-        seen = torch.arange(window, device=q_BGJD.device) < (state.length_B + state.depth)[:, None]
-        attended = F.scaled_dot_product_attention(
-            q_BGJD.transpose(1, 2),
-            state.keys[:, :window].transpose(1, 2),
-            state.values[:, :window].transpose(1, 2),
-            attn_mask=seen[:, None, None],
-        )  # [B, J, G, D]: the query heads of a key head stand where a sequence would
-        normed, hidden = self._finish(self._residual(features_BH), attended.transpose(1, 2))
+    def _draft(self, state: DraftState, q_BMGJD, features_BMH) -> tuple[Tensor, Tensor]:
+        """Attention of the newest nodes, or of the last true slot, and the rest of the layer."""
+        normed, hidden = self._finish(self._residual(features_BMH), state.attend(q_BMGJD))
+        state.remember(hidden)
         return self.lm_head(normed), hidden
 
     # ------------------------------------------------------------------------------------------------ the folder

@@ -133,10 +133,10 @@ def first_drafts(head, rows: int = 8, count: int = 4) -> list[list[int]]:
     tokens = torch.randint(200, (rows, 6), generator=generator)
     taps, last = torch.randn(rows, 6, 3, 64, generator=generator), torch.randn(rows, 6, 64, generator=generator)
     state, drafts = head.start(rows, 6 + count), []
-    logits, hidden = head.extend(state, tokens, taps, last, torch.full((rows,), 6))
+    logits, _ = head.extend(state, tokens, taps, last, torch.full((rows,), 6))
     for _ in range(count):
         drafts.append(head.to_target_ids(logits.argmax(-1)))
-        logits, hidden = head.expand(state, drafts[-1], hidden)
+        logits = head.expand(state, drafts[-1][:, None])[0][:, 0]
     return torch.stack(drafts, 1).tolist()
 
 

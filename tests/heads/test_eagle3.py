@@ -136,12 +136,12 @@ def test_drafting_step_by_step_gives_the_logits_of_the_training_forward():
         tokens = torch.stack([ids[begin + 1 : end + 1], ids[max(begin - 1, 0) + 1 :][: end - begin]])
         features = torch.stack([taps[begin:end], taps[max(begin - 1, 0) :][: end - begin]])
         counts = torch.tensor([end - begin, end - begin - (begin == 0)])
-        draft, hidden = head.extend(state, tokens, features, last[begin:end].expand(2, -1, -1), counts)
+        draft, _ = head.extend(state, tokens, features, last[begin:end].expand(2, -1, -1), counts)
         for depth in range(DEPTHS):
             for row, slot in ((0, end - 1), (1, end - 2)):
                 assert torch.allclose(draft[row], logits[2, depth][slot], atol=1e-5), (begin, depth, row)
             if depth + 1 < DEPTHS:
-                draft, hidden = head.expand(state, torch.stack([ids[end + 1 + depth], ids[end + depth]]), hidden)
+                draft = head.expand(state, torch.stack([ids[end + 1 + depth], ids[end + depth]])[:, None])[0][:, 0]
 
 
 def test_draft_all_equals_drafting_from_each_slot_alone():
@@ -150,7 +150,7 @@ def test_draft_all_equals_drafting_from_each_slot_alone():
     a = 0
     for slot in range(3, 11):
         state = head.start(1, 40)
-        logits, hidden = head.extend(
+        logits, _ = head.extend(
             state,
             batch.ids_N[a + 1 : slot + 2][None],
             batch.taps_NAT[a : slot + 1][None],
@@ -160,7 +160,7 @@ def test_draft_all_equals_drafting_from_each_slot_alone():
         for depth in range(3):
             token = head.to_target_ids(logits.argmax(-1))
             assert int(drafts[slot, depth]) == int(token)
-            logits, hidden = head.expand(state, token, hidden)
+            logits = head.expand(state, token[:, None])[0][:, 0]
 
 
 def test_no_logit_depends_on_a_later_token_or_on_another_document():
