@@ -14,23 +14,23 @@ SETTINGS = ("k", "temperature", "top_p", "top_k", "min_p", "rule", "dtype", "tem
             "device")  # fmt: skip
 SYMBOLS = {"tau": "τ", "alpha": "α_k", "alpha_conditional": "α_k, conditional"}
 
-# What no formula of acceptance.py defines: every other figure and column of the page.
+# What no formula of acceptance.py defines: every other figure and column of the page, by the words that stand there.
 DEFINITIONS = {
-    "accepted / drafted of a tree": "a tree counts as drafting its depth in each step, so that a chain compares",
+    "accepted / drafted": "a tree counts as drafting its depth in each step, so that a chain compares",
     "accepted / nodes": "trees: accepted drafts / verified nodes; never to be held beside a chain's figures",
-    "τ by domain, by temperature": "τ of each suite, or each temperature T, at otherwise equal settings",
+    "τ by domain, τ by temperature": "τ of each suite, or each temperature T, at otherwise equal settings",
     "τ by output depth": "τ of the steps that began after so many tokens of the answer; rare depths are left out",
-    "tokens/s": "answer tokens / wall time, prefill included; plain: the same prompts in the same run, no drafts",
-    "speed-up": "tokens/s / plain tokens/s; beside the cost model prefill is left out of both",
-    "drafting, verifying, the rest": "shares of the wall time: proposing and taking in what was settled; the target's "
-    "forward and its verdict; prefill and bookkeeping",
+    "tokens/s, tokens per second": "answer tokens / wall time, prefill included; plain: the same prompts, no drafts",
+    "speed-up, speed-up by K, speed-up by batch": "tokens/s / plain; in the cost model without prefill",
+    "where the time goes, verifying": "shares of the wall time: drafting is to propose and to take in what was "
+    "settled, verifying is the target's forward and its verdict, the rest are prefill and bookkeeping",
     "cost of a step": "τ / speed-up, both of the timed answers: a drafted step in plain steps",
     "kind": "speed: plain and drafted in turn at batch 1; acceptance: batched, one after the other",
-    "predicted": "(1 + A) (v(1) + o) / (v(1 + drafted) + d + o). A: mean of min(accepted, K) over the steps at the "
-    "largest K, exact for greedy chains that begin at the same tokens, an estimate since other K begin at others; "
+    "predicted, predicted at 32, predicted τ": "(1 + A) (v(1) + o) / (v(1 + drafted) + d + o). A: mean of min(accepted, K) "
+    "over the steps at the largest K, exact for greedy chains that begin at the same tokens, an estimate since other K begin at others; "
     "v: a forward and d: drafting, timed at that batch; o: what a plain step takes beside its forward",
-    "measured": "speed-up of a timed row with each run's prefill share taken out; error: predicted / measured - 1",
-    "best K": "the K with the largest predicted speed-up at that batch",
+    "measured, measured τ, error": "speed-up of a timed row, each run's prefill share taken out; predicted / it - 1",
+    "best K, best K at 32": "the K with the largest predicted speed-up at that batch",
     "stops paying at": "the smallest batch whose best K is predicted slower than plain decoding; –: none up to 128",
     "oracle K": "predicted speed-up if every step drafted just what is accepted: a bound for stopping rules",
     "oracle bound": "the same with the best of all drafters at every token where one began a step",

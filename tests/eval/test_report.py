@@ -52,15 +52,15 @@ def steps_of(chances, prompts, rng, length=60):
     return out
 
 
-def result(kind, suite, drafter, prompts, seed, speed=None):
+def result(kind, suite, drafter, prompts, seed, k=K):
     """One row as evaluation writes it."""
-    chances = DRAFTERS[drafter][0] if drafter in DRAFTERS else []
-    steps = steps_of(chances, prompts, random.Random(seed))
-    speed = speed or (DRAFTERS[drafter][1] if drafter in DRAFTERS else PLAIN_SPEED)
-    k = K if drafter in DRAFTERS else 0
+    chances, speed = DRAFTERS.get(drafter, ([], PLAIN_SPEED))
+    steps = steps_of(chances[:k], prompts, random.Random(seed))
+    k = k if drafter in DRAFTERS else 0
     return {
         "kind": kind, "suite": suite, "head": "head" if "head" in drafter else None, "drafter": drafter,
-        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "k": k, "tree": "chain", "batch": 1 if kind == "speed" else 32,
+        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "k": k, "tree": "chain", "rule": "exact",
+        "batch": 1 if kind == "speed" else 32, "nodes_per_step": None,
         "dtype": "float32", "template": "0123456789ab", "max_new_tokens": 128, "prompts": prompts,
         "accepted_per_step": [a for s in steps for _, a in s], "drafted_per_step": [d for s in steps for d, _ in s],
         "tokens": sum(a + 1 for s in steps for _, a in s), **metrics(steps, k), "tau_ci": tau_interval(steps, 100),
@@ -69,6 +69,8 @@ def result(kind, suite, drafter, prompts, seed, speed=None):
         "verify_share": {"head": 0.76, "ngram": 0.92, "head+ngram": 0.8}.get(drafter, 0.94),
         "identical_to_plain": None if drafter == "none" else True, "near_ties": 0, "differences": [],
         "device": "cpu", "concurrent_workers": 2,
+        "per_prompt": [{"id": f"{suite} {i}", "steps": len(s), "tokens": 1 + sum(a + 1 for _, a in s)}
+                       for i, s in enumerate(steps)],
     }  # fmt: skip
 
 
@@ -84,6 +86,34 @@ def _results():
             for i, drafter in enumerate(("none", *DRAFTERS)):
                 rows.append(result(kind, suite, drafter, prompts, seed=offset + i))
     return {"results": rows, "units": 40, "left_out": {}}
+
+
+def make_wide_results():
+    """Two heads, three suites, several K, temperatures, a tree, and the times of a cost model."""
+    rows, heads = [], [{"id": "small", "path": "heads/small"}, {"id": "big", "path": "heads/big"}]
+    for i, suite in enumerate(("heldout", "humaneval", "spec_bench/qa")):
+        for kind, prompts in (("acceptance", 20), ("speed", 4)):
+            for heat in (0.0, 1.0):
+                more = {"temperature": heat, "identical_to_plain": None if heat else True}
+                rows.append(result(kind, suite, "none", prompts, i) | more | {"identical_to_plain": None})
+                for k in (1, 3, 5):
+                    more["speedup"] = 0.8 + 0.1 * k
+                    rows.append(result(kind, suite, "ngram", prompts, i, k) | more)
+                    for seed, head in enumerate(heads):
+                        one = result(kind, suite, "head", prompts, seed, k) | more | {"head": head["id"]}
+                        nodes = {"nodes_per_step": [16] * one["steps"], "tree": "4x16", "speedup": 0.9}
+                        rows += [one, one | nodes] if k == 5 else [one]
+    costs = [
+        {"what": "verify", "tokens": n, "batch": b, "context": 90, "seconds": 0.04 + 0.002 * n * b}
+        for b in (1, 4, 16) for n in (1, 2, 4, 6, 17)
+    ]  # fmt: skip
+    drafters = [("ngram", None, "chain"), *(("head", h["id"], tree) for h in heads for tree in ("chain", "4x16"))]
+    costs += [
+        {"what": "draft", "drafter": name, "head": head, "tree": tree, "k": k, "tokens": k, "batch": b, "context": 90,
+         "seconds": 0.0001 if head is None else 0.004 * k}
+        for name, head, tree in drafters for b in (1, 4, 16) for k in (1, 2, 4, 5)
+    ]  # fmt: skip
+    return {"results": rows, "costs": costs, "heads": heads, "units": 90, "left_out": {}}
 
 
 def make_head(folder):
@@ -119,11 +149,11 @@ def make_training(folder):
     write_json(folder / "best.json", {"step": 1600, "tau": 1.71, "alpha": [0.45], "steps_simulated": 2300})
 
 
-def make_run(run):
-    """A finished run folder without its report; returns the number of weights of its head."""
+def make_run(run, heads=("head",)):
+    """A finished run folder without its report; returns the number of weights of each of its heads."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(CONFIG)
-    weights = make_head(run / "head")
+    weights = min(make_head(run / head) for head in heads)
     make_training(run / "training")
     manifests = {
         "prompts": ({"read": 94145, "prompts": 672, "heldout": 64, "valid": 32, "train": 576},
@@ -146,6 +176,12 @@ def make_run(run):
         (run / "report" / "units").mkdir(parents=True, exist_ok=True)
         write_json(run / "report" / "units" / f"acceptance-heldout-none-{i:03d}.json", unit)
     return weights
+
+
+@pytest.fixture
+def wide(tmp_path):
+    make_run(tmp_path / "wide", ("heads/small", "heads/big"))
+    return tmp_path / "wide"
 
 
 @pytest.fixture
@@ -266,7 +302,7 @@ def test_a_log_with_repeated_steps_and_a_cut_line_keeps_the_last_of_each_step(ru
 
 
 def tau(value, half=0.05, **more):
-    return {"tau": value, "tau_ci": [value - half, value + half], **more}
+    return {"tau": value, "tau_ci": [value - half, value + half], "per_prompt": [], **more}
 
 
 def test_the_verdict_says_so_when_the_free_ngram_is_better(run):
@@ -392,12 +428,16 @@ def page_of(run):
     return Page((run / "report" / "report.html").read_text(encoding="utf-8"))
 
 
+def html_text(run):
+    return " ".join(page_of(run).text)
+
+
 def test_the_page_fetches_nothing_and_runs_nothing(run):
     build(run, make_results())
     page, text = page_of(run), (run / "report" / "report.html").read_text()
     assert page.fetched == [] and not {"script", "link", "iframe", "img"} & set(page.tags)
     assert not re.search(r"https?://|url\(|@import|//[a-z]", text)
-    assert page.tags.count("svg") == 12
+    assert page.tags.count("svg") == 14
 
 
 def test_the_headline_counts_the_rows_and_tokens_that_were_trained_on(run):
@@ -468,6 +508,120 @@ def test_local_paths_and_access_tokens_stay_out(run):
 )
 def test_what_only_looks_like_a_path_is_left_alone(text, tmp_path):
     assert public(text, tmp_path) == text
+
+
+# ------------------------------------------------------------------------------------------ many results
+
+
+def test_a_wide_evaluation_keeps_heads_trees_and_settings_apart(wide):
+    report = build(wide, make_wide_results())
+    page, text = page_of(wide), " ".join(page_of(wide).text)
+    assert [head["path"] for head in report["heads"]] == ["heads/small", "heads/big"]
+    for wanted in ("head: small", "head: big", "Spec-Bench, qa", "τ by domain", "τ by temperature", "temperature 1",
+                   "depth K = 5, dynamic tree 4x16 (top 4 of each node, the best 16 nodes verified)",
+                   "Speed-up by K", "Speed-up by batch", "beyond the batches"):  # fmt: skip
+        assert wanted in text, wanted
+    assert page.fetched == [] and text.count("τ by output depth on") == 3
+    written = table(report, wide)
+    assert "head: big" in written and "depth K = 5, dynamic tree" in written and f"{wide}/heads/big" in written
+    tree = next(row for row in report["results"] if row["tree"] == "4x16")
+    assert f"{tree['accepted'] / (16 * tree['steps']):.2f}" in text
+
+
+def test_every_column_and_figure_of_the_page_has_a_line_that_defines_it(wide):
+    from headtrain.eval.report_notes import DEFINITIONS, SYMBOLS
+
+    build(wide, make_wide_results())
+    html = (wide / "report" / "report.html").read_text()
+    found = re.findall(r"<th scope=\"col\">(.*?)</th>", html) + re.findall(r"<h3>([^<]*) on [^<]*</h3>", html)
+    found = {re.sub("<small>.*|<[^>]+>", "", text).strip() for text in found}
+    settings = {"", "suite", "drafter", "batch", "T", "K", "tree", "prompts", "steps", "accepted", "plain"}
+    settings |= {"held-out prompts", "HumanEval", "Spec-Bench, qa", "greedy", "temperature 1"}  # of τ by domain, by heat
+    training = {"Accepted drafts", "Right guesses"}
+    terms = {term.lower() for words in [*DEFINITIONS, *SYMBOLS.values()] for term in words.split(", ")}
+    for text in found - settings - training:
+        text = re.sub(r"α\d", "α_k", text).replace("Accepted drafts by position", "α_k")
+        assert text.lower() in terms or re.fullmatch(r"batch \d+", text), text
+    text = html_text(wide)
+    assert all(words in text for words in DEFINITIONS.values())
+
+
+def test_engines_are_told_the_predicted_best_k_and_the_head_that_drafts_best(wide):
+    report = build(wide, make_wide_results())
+    flags = report["summary"]["engines"]
+    assert [one["engine"] for one in flags] == ["vLLM", "SGLang", "TensorRT-LLM"]
+    main = [one for one in report["cost"]["series"] if one["drafter"] == "head" and one["suite"] == "heldout"]
+    k = next(one for one in main if one["tree"] == "chain" and one["temperature"] == 0)["best"][0]["k"]
+    assert all(one["k"] == k and "predicted" in one["note"] for one in flags)
+    spec = json.loads(shlex.split(flags[0]["command"])[-1])
+    assert spec["num_speculative_tokens"] == k and f"--speculative-num-draft-tokens {k + 1}" in flags[1]["command"]
+    assert "eagle3_layers_to_capture" not in flags[2]["command"], "2, 15, 27 of 30 blocks are the default"
+    assert flags[0]["command"] in html_text(wide)
+
+
+def test_without_a_cost_model_engines_are_told_the_fastest_measured_k(run):
+    flags = build(run, make_results())["summary"]["engines"]
+    assert flags[0]["command"].startswith("vllm serve TARGET") and "runs/demo/export/vllm" in flags[0]["command"]
+    assert all(one["k"] == K and "fastest measured" in one["note"] for one in flags)
+
+
+def test_sglang_is_told_the_tree_where_one_did_best(run):
+    results = make_results()
+    trees = [row | {"tree": "4x16", "nodes_per_step": [16] * row["steps"], "speedup": 2.5}
+             for row in results["results"] if row["drafter"] == "head"]  # fmt: skip
+    report = build(run, results | {"results": results["results"] + trees})
+    assert "--speculative-eagle-topk 4 --speculative-num-draft-tokens 17" in report["summary"]["engines"][-1]["command"]
+    assert "with a dynamic tree 4x16" in report["summary"]["verdict"]
+    assert "the free n-gram lookup" in report["summary"]["verdict"], "chains on the same prompts stand beside a tree"
+
+
+def test_an_engine_that_would_run_the_head_otherwise_gets_no_command(run):
+    path = run / "head" / "config.json"
+    written = json.loads(path.read_text())
+    written["headtrain"]["norm_before_residual"] = True
+    write_json(path, written)
+    commands = {one["engine"]: one["command"] for one in build(run, make_results())["summary"]["engines"]}
+    assert commands["vLLM"] and commands["SGLang"] is None is commands["TensorRT-LLM"]
+    assert "norm_before_residual" in html_text(run)
+
+
+def test_the_forecast_says_where_drafting_pays_and_how_well_the_model_fits(wide):
+    text = build(wide, make_wide_results())["summary"]["forecast"]
+    assert re.search(r"fastest at K = \d at batch 1, \d\.\d\d× plain speed", text), text
+    assert "on drafting does not pay" in text or "still pays" in text
+    assert re.search(r"Over 66 timed settings prediction and measurement differ by at most \d+%", text), text
+
+
+def test_what_limits_a_head_that_guesses_well_is_told_from_where_its_time_goes(wide, run):
+    good = {"speedup": 1.5, "tau": 3.0, "alpha": [0.9] * K, "alpha_conditional": [0.9] * K}
+    for unit in (run / "report" / "units").iterdir():
+        unit.unlink()
+
+    def found(draft, verify, prefill):
+        shares = {"draft_share": draft, "verify_share": verify, "prefill_share": prefill}
+        return build_with(run, head=good | shares)["summary"]["limits"]
+
+    assert "Drafting takes 40%" in found(0.4, 0.5, 0.05)
+    assert "Reading the prompts takes 50%" in found(0.1, 0.3, 0.5)
+    assert "Bookkeeping between the steps takes 30%" in found(0.1, 0.55, 0.05)
+    assert "Nothing sticks out" in found(0.1, 0.8, 0.05)
+    results = make_results()
+    for row in results["results"]:
+        if row["drafter"] == "head":
+            row.update(good | {"draft_share": 0.1, "verify_share": 0.8, "prefill_share": 0.05})
+    rows = [{"what": "verify", "tokens": n, "batch": 1, "context": 9, "seconds": n / 10} for n in (1, 6)]
+    found = build(run, results | {"costs": rows})["summary"]["limits"]
+    assert "a forward of 6 positions costs 6.00 plain ones" in found
+
+
+def test_results_of_an_older_evaluation_still_make_a_report(run):
+    results = make_results()
+    for row in results["results"]:
+        for key in ("rule", "min_p", "nodes_per_step", "per_prompt", "tree", "prefill_share"):
+            del row[key]
+    report = build(run, results)
+    assert report["cost"] is None and report["summary"]["forecast"] == ""
+    assert "K = 5, chain, greedy" in table(report) and "1.37×" in " ".join(page_of(run).text)
 
 
 # ------------------------------------------------------------------------------------------- missing pieces
