@@ -306,7 +306,7 @@ RULES: dict[str, Rule] = {
     "eval.top_k": _number(0),
     "eval.min_p": _SHARE,
     "eval.tree": _matching(
-        r"chain|(iid-)?[1-9]\d*x[1-9]\d*", "chain, WIDTHxNODES such as 4x16, or iid-WIDTHxNODES such as iid-2x8"
+        r"chain|(iid-)?([2-9]|[1-9]\d+)x[1-9]\d*", "chain, WIDTHxNODES such as 4x16, or iid-WIDTHxNODES such as iid-2x8"
     ),
     "eval.rule": _one_of("exact", "block", "typical"),
     "eval.batch": _COUNT,

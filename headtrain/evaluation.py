@@ -71,7 +71,7 @@ def found_head(place: str) -> Path:
 
 def named_heads(places: list[str]) -> dict[str, Path]:
     """Folders by id: `head` for a single one, else the folder's name, or the run's where the folder is called head."""
-    folders = [identity.found_head(place) for place in places]
+    folders = [found_head(place) for place in places]
     if len(folders) == 1:
         return {"head": folders[0]}
     named: dict[str, Path] = {}

@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from headtrain import configload
-from headtrain.config import RULES, ConfigError, PromptSource, RecipeConfig, validate
+from headtrain.config import DRAFTERS, RULES, ConfigError, PromptSource, RecipeConfig, validate
 
 
 def load(recipe, *overrides) -> RecipeConfig:
@@ -183,11 +183,38 @@ def test_at_least_fifty_keys_are_checked_that_way():
         (["train.decode_prompts=8", "data.valid=0"], "train.decode_prompts with data.valid=0"),
         (["train.decode_prompts=65"], "exceeds train.eval_rows=64"),
         (["eval.k=[]"], "at least one value"),
+        (["eval.drafters=draft_model"], "draft_model, which needs eval.draft_model"),
+        (["eval.drafters=layer_skip"], "layer_skip, which needs eval.skip_from"),
+        (["eval.drafters=[head,layer_skip]", "eval.skip_from=8"], "eval.skip_from=8: fewer than the target's 8 layers"),
+        (["eval.draft_model=me/small"], "only for draft_model, which eval.drafters does not have"),
+        (["eval.ngram_hits=2"], "only for ngram-map-k, ngram-map-k4v"),
+        (["eval.drafters=suffix", "eval.min_confidence=0.3"], "only for head, head.ngram, "),
+        (["eval.drafters=ngram", "eval.tree=4x16"], "eval.tree=4x16: only heads draft such trees"),
+        (["eval.tree=[chain,iid-2x8]"], "eval.tree=iid-2x8: children are drawn independently"),
+        (["eval.rule=block", "eval.tree=[chain,4x16]"], "eval.rule=block takes chains; leave out 4x16"),
+        (["eval.rule=block", "eval.drafters=head+ngram-tree"], "leave out drafter head.ngram-tree"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(overrides, said, recipe):
     with pytest.raises(ConfigError, match=said):
         load(recipe, *overrides)
+
+
+@pytest.mark.parametrize("tree", ["chain", "4x16", "iid-2x8", "1x4", "x4", "4x", "iid-1x2", "2-4", "0x3"])
+def test_tree_shapes_are_checked_before_torch_is_there_as_the_drafter_reads_them(tree):
+    from headtrain.eval.decoder.drafters.shape import TreeShape
+
+    if RULES["eval.tree"].check(tree):
+        TreeShape.parse(tree)
+    else:
+        with pytest.raises(ValueError, match="needs the form"):
+            TreeShape.parse(tree)
+
+
+def test_the_drafters_that_a_config_may_name_are_those_there_are():
+    from headtrain.eval.decoder.drafters import NAMES
+
+    assert set(NAMES) == {"none", *DRAFTERS}
 
 
 def test_the_resolved_config_comes_back_from_its_yaml(recipe, tmp_path):

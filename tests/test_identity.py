@@ -59,6 +59,9 @@ ALL = {"prompts", "responses", "captures", "training", "report", "export"}
         ("train.eval_every=3", {"training", "report", "export"}),
         ("seed=5", {"training", "report", "export"}),
         ("eval.k=[3]", {"report"}),
+        ("eval.tree=[4x16]", {"report"}),
+        ("eval.rule=block", {"report"}),
+        ("eval.draft_model=me/small", {"report"}),
         ("export.formats=[vllm]", {"export"}),
         ("launch.gpus=2", set()),
         ("launch.workers=2", set()),
@@ -82,6 +85,25 @@ def test_a_key_changes_the_stages_that_depend_on_it_and_those_after_them(overrid
 def test_the_seed_changes_responses_only_where_they_are_sampled(config):
     config.data.responses.temperature = 0.8
     assert changed(config, "seed=5") == ALL - {"prompts"}
+
+
+def test_a_changed_head_draft_model_or_file_of_a_suite_changes_the_report_alone(config, tmp_path):
+    def report(**more):
+        found = identity.stage_marks(config, TARGET, ["d1"], **more)
+        return found["report"][0]
+
+    assert len({report(), report(draft_model="s1"), report(draft_model="s2")}) == 3
+    assert report(head={"a": "1", "b": "2"}) != report(head={"a": "1", "b": "3"})
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    config.eval.suites = ["heldout", f"gsm8k={copy}"]
+    before = report()
+    (copy / "rows.jsonl").write_text("{}")
+    assert report() != before
+    config.eval.suites = ["heldout", f"gsm8k={copy / 'rows.jsonl'}"]
+    before = report()
+    (copy / "rows.jsonl").write_text("{} ")
+    assert report() != before
 
 
 def test_another_target_or_other_data_changes_what_is_made_from_them(config):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
 
-from headtrain import configload, pipeline
+from headtrain import configload, evaluation, pipeline, stages
 from headtrain.config import ConfigError
 from headtrain.files import Manifest, claimed, read_json
 
@@ -71,32 +72,73 @@ def test_the_whole_path_of_a_recipe_runs_here(name, headtrain, tmp_path):
     check_run(run, config)
 
 
-def test_evaluating_a_head_folder_alone_uses_a_run_folder_of_its_own(headtrain, tmp_path):
+def test_heads_are_evaluated_in_a_run_folder_of_their_own_and_on_the_captures_of_the_run(headtrain, tmp_path):
     run = tmp_path / "run"
     fit(headtrain, run, "recipe=eagle3_llama8b", "eval.drafters=ngram", "eval.speed_prompts=0", "eval.limit=2")
     target = configload.read_yaml(run / "config.yaml")["target"]["model"]
-    suite = tmp_path / "own.jsonl"
+    suite, talks = tmp_path / "own.jsonl", tmp_path / "talks.jsonl"
     suite.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two", "three")))
-    done = headtrain("eval", f"head={run / 'head'}", f"target={target}", f"suites={suite}", "k=[1,2]", "drafters=head",
-                     "speed_prompts=1", "speed_tokens=4", "max_new_tokens=8", "launch.workers=2")  # fmt: skip
+    talks.write_text(json.dumps({"question_id": 1, "category": "stem", "turns": ["four", "five"]}))
+    shutil.copytree(run / "head", tmp_path / "other")
+    done = headtrain("eval", f"head=[{run / 'head'},{tmp_path / 'other'}]", f"target={target}", "k=[1,2]",
+                     f"suites=[{suite},spec_bench={talks}]", "drafters=[head,ngram,draft_model]", "tree=[chain,2x4]",
+                     f"draft_model={target}", "speed_prompts=1", "speed_tokens=4", "max_new_tokens=8", "cost_batches=1",
+                     "launch.workers=2")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = (tmp_path / "runs").iterdir()
     report = read_json(made / "report" / "report.json")
-    measured = {(row["suite"], row["k"]) for row in report["results"] if row["drafter"] == "head"}
-    assert measured == {("own", 1), ("own", 2)}
+    assert [head["id"] for head in report["heads"]] == ["other", "run"]
+    rows = [row for row in report["results"] if row["kind"] == "acceptance" and row["drafter"] != "none"]
+    of_heads = {(row["suite"], row["head"], row["k"], row["tree"]) for row in rows if row["drafter"] == "head"}
+    assert of_heads == {(suite, head, k, tree) for suite in ("own", "spec_bench/mt_bench") for head in ("run", "other")
+                        for k in (1, 2) for tree in ("chain", "2x4")}  # fmt: skip
+    assert {row["prompts"] for row in rows if row["suite"] == "spec_bench/mt_bench"} == {2}, "both turns"
+    perfect = [row for row in rows if row["drafter"] == "draft_model"]
+    assert len(perfect) == 4 and all(row["accepted"] == row["drafted"] for row in perfect), "it is the target itself"
+    assert all(row["identical_to_plain"] for row in rows)
     assert configload.read_yaml(run / "config.yaml")["eval"]["drafters"] == ["ngram"], "the head's run is left alone"
-    refused = headtrain("eval", f"head={made / 'head'}", f"target={target}", f"suites={suite}", f"run_dir={run}")
+    refused = headtrain("eval", f"head={made / 'heads/run'}", f"target={target}", f"suites={suite}", f"run_dir={run}")
     assert refused.returncode == 2 and "give the evaluation another folder" in refused.stderr
 
+    done = headtrain("eval", f"head={run / 'head'}", "offline=true", f"run_dir={run}", "k=[1,3]", "limit=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "agreement with stored text" in done.stdout and "the states are stored in bfloat16" in done.stdout
+    results = read_json(run / "offline" / "offline.json")["results"]
+    assert {(row["split"], row["k"], row["prompts"]) for row in results} >= {("valid", 1, 3), ("train", 3, 3)}
 
-def test_an_evaluation_folder_that_holds_another_head_gets_the_one_that_is_asked_for(tmp_path):
-    for name, content in (("a", "first"), ("b", "second")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(content)
-    for name in ("a", "b", "b"):
-        pipeline._bring_head(tmp_path / name, tmp_path / "run" / "head")
-        given = (tmp_path / name / "config.json").read_text()
-        assert (tmp_path / "run" / "head" / "config.json").read_text() == given
+
+def test_an_evaluation_folder_holds_the_heads_that_are_asked_for_and_no_others(tmp_path):
+    heads = {name: tmp_path / name for name in "abc"}
+    for name, place in heads.items():
+        place.mkdir()
+        (place / "config.json").write_text(name)
+    run = tmp_path / "run"
+    run.mkdir()
+    for wanted in ("ab", "bc", "bc", "a", "b", "ca"):
+        chosen = {name: heads[name] for name in wanted} if len(wanted) > 1 else {"head": heads[wanted]}
+        evaluation._bring_heads(chosen, run)
+        found = {path.parent.name: path.read_text() for path in run.rglob("config.json")}
+        assert found == ({name: name for name in wanted} if len(wanted) > 1 else {"head": wanted})
+        assert stages.head_folders(run).keys() == chosen.keys()
+
+
+def test_heads_are_called_by_their_folder_or_their_run_and_never_alike(tmp_path):
+    places = ["x/head", "y/head", "z", "w/x", "v/x"]
+    for place in places:
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.json").write_text("{}")
+    assert list(evaluation.named_heads([str(tmp_path / place) for place in places])) == ["x", "y", "z", "x~2", "x~3"]
+    assert list(evaluation.named_heads([str(tmp_path / "z")])) == ["head"]
+
+
+def test_a_head_on_the_hub_is_fetched_at_its_revision(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.append((a, more)) or tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert evaluation.found_head("me/head@v1") == tmp_path
+    assert asked == [(("me/head",), {"revision": "v1", "allow_patterns": ["config.json", "model.safetensors"]})]
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_line(headtrain, tmp_path):
@@ -174,7 +216,6 @@ def test_training_without_an_end_is_refused_before_anything_starts(recipe, tmp_p
     ],
 )
 def test_what_must_fail_later_fails_before_the_first_heavy_stage(override, said, recipe, tmp_path):
-    from headtrain import stages
     from headtrain.smoke import build_target, shrink
 
     config = configload.load(str(recipe), [f"run_dir={tmp_path / 'run'}", "smoke=true", "data.max_length=256"])
