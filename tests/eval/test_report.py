@@ -536,7 +536,7 @@ def test_every_column_and_figure_of_the_page_has_a_line_that_defines_it(wide):
     found = re.findall(r"<th scope=\"col\">(.*?)</th>", html) + re.findall(r"<h3>([^<]*) on [^<]*</h3>", html)
     found = {re.sub("<small>.*|<[^>]+>", "", text).strip() for text in found}
     settings = {"", "suite", "drafter", "batch", "T", "K", "tree", "prompts", "steps", "accepted", "plain"}
-    settings |= {"held-out prompts", "HumanEval", "Spec-Bench, qa", "greedy", "temperature 1"}  # of τ by domain, by heat
+    settings |= {"held-out prompts", "HumanEval", "Spec-Bench, qa", "greedy", "temperature 1"}  # columns
     training = {"Accepted drafts", "Right guesses"}
     terms = {term.lower() for words in [*DEFINITIONS, *SYMBOLS.values()] for term in words.split(", ")}
     for text in found - settings - training:
