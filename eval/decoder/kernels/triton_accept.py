@@ -24,14 +24,15 @@ def _at(x_N, node_N, node):
 
 
 @triton.jit
-def _finish(accepted, bonus, path, b, node_N, parents_N, end, depth, token, N: tl.constexpr):
+def _finish(accepted, bonus, path, b, nodes, node_N, parents_N, end, depth, token):
     """Stores a verdict: the path of `depth` nodes from the root to node `end`, -1 after it, and the bonus token."""
-    tl.store(path + b * N + node_N, tl.full(node_N.shape, -1, tl.int64), mask=(node_N >= depth) & (node_N < N))
+    path += b * nodes
+    tl.store(path + node_N, tl.full(node_N.shape, -1, tl.int64), mask=(node_N >= depth) & (node_N < nodes))
     tl.store(accepted + b, depth)
     tl.store(bonus + b, token)
     at = end
     for up in range(depth):
-        tl.store(path + b * N + depth - 1 - up, at)
+        tl.store(path + depth - 1 - up, at)
         at = _at(parents_N, node_N, at)
 
 
@@ -49,17 +50,17 @@ def _argmax(row, V: tl.constexpr, BLOCK: tl.constexpr):
     return index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "parents_b"])  # they change from step to step
 def _greedy(
-    logits, tokens, parents, counts, accepted, bonus, path, logits_b, logits_l, parents_b,
-    V: tl.constexpr, N: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, tokens, parents, counts, accepted, bonus, path, nodes, logits_b, logits_l, parents_b,
+    V: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The deepest node whose path holds the argmax after each of its nodes; the first of equally deep ones."""
     b = tl.program_id(0).to(tl.int64)
     node_N = tl.arange(0, NODES)
     real_N = node_N < tl.load(counts + b)
-    tokens_N = tl.load(tokens + b * N + node_N, mask=node_N < N, other=-1).to(tl.int32)
-    parents_N = tl.load(parents + b * parents_b + node_N, mask=node_N < N, other=-2).to(tl.int32)
+    tokens_N = tl.load(tokens + b * nodes + node_N, mask=node_N < nodes, other=-1).to(tl.int32)
+    parents_N = tl.load(parents + b * parents_b + node_N, mask=node_N < nodes, other=-2).to(tl.int32)
     depth_N = tl.zeros([NODES], tl.int32)  # of nodes found right; 0: not, or not yet
     choice = _argmax(logits + b * logits_b, V, BLOCK)
     end, depth, final = -1, 0, choice
@@ -72,7 +73,7 @@ def _greedy(
         depth = tl.maximum(depth, own)
         depth_N = tl.where(real_N & (parents_N == node) & (tokens_N == choice), own + 1, depth_N)
         node = tl.min(tl.where((depth_N > 0) & (node_N > node), node_N, NO_INDEX), 0)
-    _finish(accepted, bonus, path, b, node_N, parents_N, end, depth, final, N)
+    _finish(accepted, bonus, path, b, nodes, node_N, parents_N, end, depth, final)
 
 
 @triton.jit
@@ -141,12 +142,11 @@ def _draw(weights, uniform, V: tl.constexpr, BLOCK: tl.constexpr):
     return tl.minimum(token, last)  # a guard against rounding
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "parents_b", "accept_b", "temperature"])
 def _sampled(
-    x, q, tokens, parents, counts, accept, bonus_u, weights, accepted, bonus, path,
-    x_b, x_l, q_b, q_n, parents_b, accept_b, temperature,
-    V: tl.constexpr, N: tl.constexpr, NODES: tl.constexpr, POINT: tl.constexpr, SOFTMAX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, tokens, parents, counts, accepted, bonus, path, nodes, x_b, x_l, parents_b,
+    q, accept, uniform, weights, q_b, q_n, accept_b, temperature,
+    V: tl.constexpr, NODES: tl.constexpr, POINT: tl.constexpr, SOFTMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Children of a node are tried in node order, the first kept one is next; the bonus comes from what is left of p.
 
@@ -155,13 +155,13 @@ def _sampled(
     b = tl.program_id(0).to(tl.int64)
     node_N = tl.arange(0, NODES)
     real_N = node_N < tl.load(counts + b)
-    parents_N = tl.load(parents + b * parents_b + node_N, mask=real_N & (node_N < N), other=-2).to(tl.int32)
+    parents_N = tl.load(parents + b * parents_b + node_N, mask=real_N, other=-2).to(tl.int32)
     x, weights = x + b * x_b, weights + b * V
     end, depth = -1, 0
     total = _weights(x, weights, temperature, V, SOFTMAX, BLOCK)
     child = tl.min(tl.where(parents_N == -1, node_N, NO_INDEX), 0)
     while child < NODES:
-        token = tl.load(tokens + b * N + child).to(tl.int32)
+        token = tl.load(tokens + b * nodes + child).to(tl.int32)
         q_row = q + b * q_b + child * q_n
         chance = tl.load(weights + token) / total
         if not POINT:
@@ -175,56 +175,44 @@ def _sampled(
         else:
             total = _reject(weights, total, q_row, token, V, POINT, BLOCK)
             child = tl.min(tl.where((parents_N == end) & (node_N > child), node_N, NO_INDEX), 0)
-    token = _draw(weights, tl.load(bonus_u + b), V, BLOCK)
-    _finish(accepted, bonus, path, b, node_N, parents_N, end, depth, token, N)
+    token = _draw(weights, tl.load(uniform + b), V, BLOCK)
+    _finish(accepted, bonus, path, b, nodes, node_N, parents_N, end, depth, token)
 
 
-def _verdict(tokens_BN: Tensor, parents: Tensor) -> tuple[list[Tensor], int, dict[str, int]]:
-    """Room for [accepted_B, bonus_B, path_BN], the step from a row's parents to the next, and the kernels' sizes."""
+def _walk(
+    kernel: triton.JITFunction, x_BLV: Tensor, tokens_BN: Tensor, parents: Tensor, counts_B: Tensor, *more, **flags
+) -> list[Tensor]:
+    """Runs a kernel on the trees of all requests: [accepted_B, bonus_B, path_BN], int64."""
     batch, nodes = tokens_BN.shape
-    sizes = {"N": nodes, "NODES": max(2, triton.next_power_of_2(nodes)), "BLOCK": BLOCK, "num_warps": WARPS}
-    room = [tokens_BN.new_empty(batch), tokens_BN.new_empty(batch), tokens_BN.new_empty(batch, nodes)]
-    return room, parents.stride(0) if parents.dim() == 2 else 0, sizes
+    x_BLV, tree = _rows(x_BLV), [x.contiguous() for x in (tokens_BN, parents, counts_B)]
+    out = [tokens_BN.new_empty(batch), tokens_BN.new_empty(batch), tokens_BN.new_empty(batch, nodes)]
+    with torch.cuda.device_of(x_BLV):
+        kernel[batch,](
+            x_BLV, *tree, *out, nodes, *x_BLV.stride()[:2], nodes if parents.dim() == 2 else 0, *more,
+            V=x_BLV.shape[2], NODES=max(2, triton.next_power_of_2(nodes)), BLOCK=BLOCK, num_warps=WARPS, **flags,
+        )  # fmt: skip
+    return out
 
 
 def greedy(logits_BLV: Tensor, tokens_BN: Tensor, parents: Tensor, counts_B: Tensor) -> list[Tensor]:
     """[accepted_B, bonus_B, path_BN], int64, of `verify.greedy_tree` with the logits' argmax (any float dtype)."""
-    tokens_BN, parents, logits_BLV = tokens_BN.contiguous(), parents.contiguous(), _rows(logits_BLV)
-    room, parents_b, sizes = _verdict(tokens_BN, parents)
-    with torch.cuda.device_of(logits_BLV):
-        _greedy[len(tokens_BN),](
-            logits_BLV, tokens_BN, parents, counts_B, *room, *logits_BLV.stride()[:2], parents_b,
-            V=logits_BLV.shape[2], **sizes,
-        )  # fmt: skip
-    return room
+    return _walk(_greedy, logits_BLV, tokens_BN, parents, counts_B)
 
 
 def sampled(
-    x_BLV: Tensor,
-    tokens_BN: Tensor,
-    parents: Tensor,
-    counts_B: Tensor,
-    q_BNV: Tensor | None,
-    accept_BN: Tensor,
-    bonus_B: Tensor,
-    temperature: float | None,
-) -> list[Tensor]:
+    x_BLV: Tensor, tokens_BN: Tensor, parents: Tensor, counts_B: Tensor, q_BNV: Tensor | None, accept_BN: Tensor,
+    bonus_B: Tensor, temperature: float | None,
+) -> list[Tensor]:  # fmt: skip
     """[accepted_B, bonus_B, path_BN], int64, of `verify.sampled_tree`.
 
     x_BLV: probabilities, or, with a temperature, logits. accept_BN, bonus_B: float64 uniform numbers.
     """
-    tokens_BN, parents, x_BLV = tokens_BN.contiguous(), parents.contiguous(), _rows(x_BLV)
-    accept_BN, q_BNV = _rows(accept_BN), None if q_BNV is None else _rows(q_BNV)
-    room, parents_b, sizes = _verdict(tokens_BN, parents)
     weights_BV = x_BLV.new_empty(len(x_BLV), x_BLV.shape[2], dtype=torch.float32)
-    with torch.cuda.device_of(x_BLV):
-        _sampled[len(tokens_BN),](
-            x_BLV, x_BLV if q_BNV is None else q_BNV, tokens_BN, parents, counts_B, accept_BN, bonus_B.contiguous(),
-            weights_BV, *room, *x_BLV.stride()[:2], *((0, 0) if q_BNV is None else q_BNV.stride()[:2]), parents_b,
-            accept_BN.stride(0), temperature or 1.0,
-            V=x_BLV.shape[2], POINT=q_BNV is None, SOFTMAX=temperature is not None, **sizes,
-        )  # fmt: skip
-    return room
+    accept_BN, q = _rows(accept_BN), weights_BV if q_BNV is None else _rows(q_BNV)
+    return _walk(
+        _sampled, x_BLV, tokens_BN, parents, counts_B, q, accept_BN, bonus_B.contiguous(), weights_BV, *q.stride()[:2],
+        accept_BN.stride(0), temperature or 1.0, POINT=q_BNV is None, SOFTMAX=temperature is not None,
+    )  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:

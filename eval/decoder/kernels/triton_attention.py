@@ -20,11 +20,11 @@ UNSEEN = tl.constexpr(-6e4)  # additive mask values below it (-inf, or a dtype's
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["slots", "per_split"])
+@triton.jit(do_not_specialize=["L", "slots", "per_split", "mask_b", "mask_l"])  # they change from step to step
 def _attend(
     q, k, v, mask, out, lse,
-    slots, per_split, q_b, q_h, q_l, k_b, k_j, k_s, v_b, v_j, v_s, mask_b, mask_l, mask_s, scale, softcap,
-    J: tl.constexpr, G: tl.constexpr, L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SOFTCAP: tl.constexpr,
+    L, slots, per_split, q_b, q_h, q_l, k_b, k_j, k_s, v_b, v_j, v_s, mask_b, mask_l, mask_s, scale, softcap,
+    J: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [B, J G, L, P, D] and lse [B, J G, L, P] (base 2) of a tile of query rows over one split of the keys."""
@@ -67,10 +67,10 @@ def _attend(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _merge(
-    part, lse, sinks, out,
-    H: tl.constexpr, L: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    part, lse, sinks, out, L,
+    H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SINKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out [B, L, H, D]: the splits of one query row, weighted by their sums; a sink has a weight but no value."""
     row = tl.program_id(0).to(tl.int64)  # of [B, H, L]
@@ -136,12 +136,12 @@ def tree_attention(
     mask_b = mask_BxLS.stride(0) if len(mask_BxLS) > 1 else 0
     with torch.cuda.device_of(q_BHLD):
         _attend[b * j, tiles, p](
-            q_BHLD, k_BJSD, v_BJSD, mask_BxLS, part, lse, s, per_split, *q_BHLD.stride()[:3], *k_BJSD.stride()[:3],
+            q_BHLD, k_BJSD, v_BJSD, mask_BxLS, part, lse, n, s, per_split, *q_BHLD.stride()[:3], *k_BJSD.stride()[:3],
             *v_BJSD.stride()[:3], mask_b, *mask_BxLS.stride()[2:], scale, softcap or 1.0,
-            J=j, G=g, L=n, D=d, P=p, SOFTCAP=bool(softcap), BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=block_d,
+            J=j, G=g, D=d, P=p, SOFTCAP=bool(softcap), BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=block_d,
             PRECISION="ieee" if exact else "tf32", num_warps=warps, num_stages=stages,
         )  # fmt: skip
         _merge[b * h * n,](
-            part, lse, sinks_H, out, H=h, L=n, D=d, P=p, SINKS=sinks_H is not None, BLOCK_D=block_d, num_warps=4
+            part, lse, sinks_H, out, n, H=h, D=d, P=p, SINKS=sinks_H is not None, BLOCK_D=block_d, num_warps=4
         )
     return out

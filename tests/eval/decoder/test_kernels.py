@@ -46,31 +46,32 @@ from triton.backends.compiler import GPUTarget
 from headtrain.eval.decoder.kernels import triton_accept as accept, triton_attention as attention
 from headtrain.eval.decoder.kernels import triton_compact as compact, triton_topk as topk
 
-capability, shared = int(sys.argv[1]), int(sys.argv[2]) * 1024
 launched = []
+gpu = SimpleNamespace(number=-1)
 triton.runtime.driver.set_active(SimpleNamespace(
-    get_current_target=lambda: GPUTarget("cuda", capability, 32),
-    get_current_device=lambda: 0,
+    get_current_target=lambda: GPUTarget("cuda", gpu.capability, 32),
+    get_current_device=lambda: gpu.number,
     get_current_stream=lambda device: 0,
     utils=SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": shared},
+        get_device_properties=lambda device: {"max_shared_mem": gpu.shared * 1024},
         load_binary=lambda name, kernel, shared, device: (1, 1, 0, 0, 1024),
     ),
-    launcher_cls=lambda source, metadata: lambda *grid: launched.append([metadata.name, metadata.shared]),
+    launcher_cls=lambda source, metadata: lambda *grid: launched.append(
+        [metadata.name, metadata.target.arch, metadata.shared]),
 ))
-for arguments in sys.argv[3:]:
-    dtype, d = arguments.split(",")
-    dtype, d = getattr(torch, dtype), int(d)
-    q, k = torch.zeros(2, 8, 17, d, dtype=dtype), torch.zeros(2, 2, 300, d, dtype=dtype)
-    mask, sinks = torch.zeros(2, 1, 17, 300, dtype=dtype), torch.zeros(8, dtype=dtype)
-    attention.tree_attention(q, k, k, mask, 0.1, 30.0, sinks, 4)
 tokens, parents, counts = torch.zeros(2, 16, dtype=torch.long), torch.arange(-1, 15), torch.tensor([16, 3])
 logits, uniform = torch.zeros(2, 17, 50257, dtype=torch.bfloat16), torch.zeros(2, 16, dtype=torch.float64)
-accept.greedy(logits, tokens, parents, counts)
-accept.sampled(logits, tokens, parents, counts, torch.zeros(2, 16, 50257), uniform, uniform[:, 0], 0.7)
-accept.sampled(logits.float(), tokens, parents, counts, None, uniform, uniform[:, 0], None)
-compact.compact([k, k], counts, tokens)
-topk.draft_topk(logits[0], 10, torch.zeros(50257, dtype=torch.long))
+for gpu.capability, gpu.shared, shapes in json.loads(sys.argv[1]):
+    gpu.number += 1
+    for dtype, d in shapes:
+        new = lambda *shape: torch.zeros(*shape, dtype=getattr(torch, dtype))
+        k = new(2, 2, 300, d)
+        attention.tree_attention(new(2, 8, 17, d), k, k, new(2, 1, 17, 300), 0.1, 30.0, new(8), 4)
+    accept.greedy(logits, tokens, parents, counts)
+    accept.sampled(logits, tokens, parents, counts, torch.zeros(2, 16, 50257), uniform, uniform[:, 0], 0.7)
+    accept.sampled(logits.float(), tokens, parents, counts, None, uniform, uniform[:, 0], None)
+    compact.compact([k, k], counts, tokens)
+    topk.draft_topk(logits[0], 10, torch.zeros(50257, dtype=torch.long))
 print(json.dumps(launched))
 """
 
@@ -106,7 +107,7 @@ def some_tree(batch, nodes, vocab, seed=0):
     for b in range(1, batch):
         parents[b] = torch.tensor([int(torch.randint(-1, i, (), generator=g)) for i in range(nodes)])
     tokens = torch.randint(vocab, (batch, nodes), generator=g)
-    return DraftTree(tokens, parents, torch.randint(1, nodes + 1, (batch,), generator=g))
+    return DraftTree(tokens, parents, torch.randint(1, nodes + 1, (batch, 2), generator=g)[:, 0])
 
 
 def attention_case(name):
@@ -158,7 +159,11 @@ def nodes(tree):
 
 
 SEEDS = range(6)
-PATHS = torch.tensor([[0, 3, 4, 9], [2, 5, -1, -1], [-1, -1, -1, -1]]), torch.tensor([3, 0, 7])
+# as the decoder has them: slices of wider tensors
+PATHS = (
+    torch.tensor([[0, 3, 4, 9, 9], [2, 5, -1, -1, 9], [-1] * 5])[:, :4],
+    torch.tensor([[3, 1], [0, 1], [7, 1]])[:, 0],
+)
 
 
 def cases() -> dict[str, tuple]:
@@ -263,24 +268,24 @@ def test_the_likeliest_draft_tokens_come_in_order_with_their_log_softmax(interpr
 
 # ------------------------------------------------------------------------------------------------- compiled
 
-GPUS = {80: 163, 86: 99, 90: 227, 100: 227}  # compute capability, KiB of shared memory a block may use
+# compute capability, KiB of shared memory that a program may use, dtypes and head sizes of attention
+GPUS = [(80, 163, [("float16", 64)]), (90, 227, [("bfloat16", 128)]), (100, 227, [("bfloat16", 128)])]
+MORE = [
+    (86, 99, [("float32", 64), ("float32", 128), ("float32", 256), ("bfloat16", 80), ("bfloat16", 256)]),
+    (90, 227, [("float16", 64), ("float32", 128)]), (100, 227, [("float16", 64), ("float32", 128)]),
+    (120, 99, [("bfloat16", 64), ("bfloat16", 128)]),
+]  # fmt: skip
 
 
 @triton
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernels_compile_and_fit_a_gpu(tmp_path, capability):
-    shapes = "float16,64", "bfloat16,128"
-    launched = json.loads(child(COMPILED, capability, GPUS[capability], *shapes, TRITON_CACHE_DIR=str(tmp_path)))
+@pytest.mark.parametrize("gpus", [GPUS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["usual", "more"])
+def test_the_kernels_compile_and_fit_a_gpu(tmp_path, gpus):
+    launched = json.loads(child(COMPILED, json.dumps(gpus), TRITON_CACHE_DIR=str(tmp_path)))
     rest = ["_greedy", "_sampled", "_sampled", "_compact", "_blocks", "_merge"]
-    assert [name for name, _ in launched] == ["_attend", "_merge"] * len(shapes) + rest
-    assert all(used <= 99 * 1024 for _, used in launched)  # what the smallest of these and of consumers' GPUs has
-
-
-@triton
-@pytest.mark.slow
-def test_attention_in_float32_and_with_wide_heads_fits_the_smallest_gpu(tmp_path):
-    shapes = "float32,64", "float32,128", "float32,256", "bfloat16,80", "bfloat16,256"
-    child(COMPILED, 86, GPUS[86], *shapes, TRITON_CACHE_DIR=str(tmp_path))
+    names = [[gpu, name] for gpu, _, shapes in gpus for name in ["_attend", "_merge"] * len(shapes) + rest]
+    assert [[gpu, name] for name, gpu, _ in launched] == names
+    room = {gpu: 1024 * shared for gpu, shared, _ in gpus}
+    assert all(used <= room[gpu] for _, gpu, used in launched)
 
 
 # ------------------------------------------------------------------------------------------------- without a GPU
