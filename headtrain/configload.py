@@ -10,6 +10,7 @@ import ast
 import difflib
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -315,7 +316,13 @@ def parse_override(text: str) -> tuple[str, Any]:
         if "," in raw:
             raise ConfigError(f"{text}: write a list as {name}=[{raw}]")
         return name, [raw]
+    if key.is_list and key.item is str:
+        raw = _EQUATION.sub(r'"\1"', raw)
     return name, _grammar(name, raw, key)
+
+
+# An item such as gsm8k=/data/gsm8k.jsonl in a list of texts; Hydra's grammar takes it in quotes only.
+_EQUATION = re.compile(r"""(?<=[\[,])\s*([^\[\],'"]*=[^\[\],'"]*?)\s*(?=[,\]])""")
 
 
 def _open_parent(name: str) -> Key | None:

@@ -54,6 +54,8 @@ def test_a_base_may_be_a_shipped_recipe(tmp_path):
         ("eval.k=[3,5]", "eval.k", [3, 5]),
         ("eval.temperature=0.7", "eval.temperature", [0.7]),
         ("eval.suites=a=b.jsonl", "eval.suites", ["a=b.jsonl"]),
+        ("eval.suites=[heldout, gsm8k=/data/a b.jsonl ,rag=x,'c=d.jsonl']", "eval.suites",
+         ["heldout", "gsm8k=/data/a b.jsonl", "rag=x", "c=d.jsonl"]),
         ("eval.drafters=[head,head+ngram]", "eval.drafters", ["head", "head+ngram"]),
         ("export.formats=vllm", "export.formats", ["vllm"]),
         ("head.taps=[2,4,5]", "head.taps", [2, 4, 5]),
