@@ -2,6 +2,7 @@
 # make test        all quick tests        make test-slow   long statistical and kill tests
 # make test-gpu    tests that need a GPU  make lint, make wheel
 # make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
+# make bench-decode decoding on a CPU beside transformers and flashspec (ARGS=--head=DIR: with a trained head)
 # make bench-memory memory of our training step against length and vocabulary
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu lint wheel bench-train bench-memory
+.PHONY: demo test test-slow test-gpu lint wheel bench-train bench-decode bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
@@ -35,6 +36,9 @@ wheel: $(STAMP)
 bench-train: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python -m benchmarks.train_step $(ARGS)
 
+bench-decode: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python -m benchmarks.decode $(ARGS)
+
 bench-memory: $(STAMP)
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 
@@ -46,9 +50,9 @@ $(STAMP): pyproject.toml constraints.txt requirements/demo.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements/demo.txt
 	touch $@
 
-$(BENCH_STAMP): constraints.txt requirements/bench.txt requirements/bench-imports.txt
+$(BENCH_STAMP): constraints.txt requirements/bench.txt requirements/bench-imports.txt requirements/demo.txt
 	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(BENCH_VENV)/bin/python -m pip install -q -c constraints.txt -r requirements/bench-imports.txt
-	$(BENCH_VENV)/bin/python -m pip install -q --no-deps -r requirements/bench.txt -e .
+	$(BENCH_VENV)/bin/python -m pip install -q --no-deps -r requirements/bench.txt -r requirements/demo.txt -e .
 	touch $@

@@ -1,4 +1,4 @@
-"""One measurement in one fresh process: core-seconds and memory of a training step, or the machine's matmul speed.
+"""One measurement in one fresh process: a training step, decoding, or the machine's matmul speed.
 
 `python -m benchmarks.measure '{"case": …, "repeats": 1, "seed": 0}'` prints one line of JSON.
 """
@@ -118,6 +118,10 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     if "matmul" in request:
         print(json.dumps(matmul_speed(request["matmul"])))
+    elif "decode" in request:
+        from benchmarks.decode import measure
+
+        print(json.dumps(measure(request["decode"])))
     else:
         torch.manual_seed(request["seed"])  # of the positions that are dropped
         print(json.dumps(measure_step(request["case"], request["repeats"])))

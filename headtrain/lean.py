@@ -147,7 +147,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, norm: nn.Module) -> Tensor:
-    """As transformers' RMSNorm: in fp32, rounded before the weight. A vector product is its fastest sum of squares."""
+    """As transformers' RMSNorm: in fp32, rounded before the weight. torch's own is slower for a few rows."""
     wide = x.float()
-    scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
-    return (wide * scale[..., None]).to(x.dtype).mul_(norm.weight)
+    scale = (wide * wide).mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(norm.weight)
