@@ -14,6 +14,7 @@ from headtrain.eval.decoder.drafters.ngram import NgramDrafter
 from headtrain.eval.decoder.drafters.ngram_map import NgramMapDrafter
 from headtrain.eval.decoder.drafters.none import NoDrafter
 from headtrain.eval.decoder.drafters.prompt_lookup import PromptLookupDrafter
+from headtrain.eval.decoder.drafters.shape import TreeShape
 from headtrain.eval.decoder.drafters.suffix import SuffixDrafter
 from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Head
@@ -83,8 +84,10 @@ def _make(name: str, head: Head | None, sampling: Sampling, drafting: Drafting, 
             if drafting.draft_model is None or target is None:
                 raise ValueError("drafter 'draft_model' needs the target and draft_model, a smaller one of its family")
             return ModelDrafter(sampling, target, drafting.draft_model, drafting.min_confidence)
-    drafter = HeadDrafter(head, sampling)
-    return drafter if name == "head" else HybridDrafter(drafter, _ngram(drafting, shortest=HYBRID_SHORTEST))
+    drafter = HeadDrafter(head, sampling, TreeShape.parse(drafting.tree), drafting.min_confidence)
+    if name == "head":
+        return drafter
+    return HybridDrafter(drafter, _ngram(drafting, HYBRID_SHORTEST), in_one_tree=name == "head+ngram-tree")
 
 
 def _ngram(drafting: Drafting, shortest: int) -> NgramDrafter:

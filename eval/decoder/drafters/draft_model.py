@@ -42,6 +42,9 @@ class ModelDrafter(UnrolledDrafter):
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         super().start(prompts, capacity)
+        self._positions = getattr(self.model.config, "max_position_embeddings", None) or capacity
+        if (longest := max(map(len, prompts))) > self._positions:
+            raise ValueError(f"draft model {self.model.name} reads {self._positions} tokens; a prompt has {longest}")
         self._cache = KVCache(len(prompts), capacity)
         self._true = [0] * len(prompts)  # leading slots that hold the request's text
         self._drafts_BK: Tensor | None = None  # what lies in the slots after the text
@@ -90,7 +93,9 @@ class ModelDrafter(UnrolledDrafter):
 
     def _logits(self, tokens_BL: Tensor, slots_BL: Tensor, window: int, ends_B: Tensor) -> tuple[Tensor, Tensor | None]:
         """The model's logits after token ends_B of each row, over the target's vocabulary."""
-        states = self.model.forward(self._to_draft_V[tokens_BL], self._cache, slots_BL, window=window)
+        # An answer that outgrows the model's positions costs acceptance, not the run.
+        positions_BL = slots_BL.clamp_max(self._positions - 1) if window > self._positions else None
+        states = self.model.forward(self._to_draft_V[tokens_BL], self._cache, slots_BL, positions_BL, window=window)
         logits_BD = self.model.logits(states.last_BLH[torch.arange(len(ends_B), device=ends_B.device), ends_B])
         if self._same:
             return logits_BD, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headtrain.cache import KVCache
 from headtrain.eval.decoder.drafters.unroll import UnrolledDrafter
@@ -60,7 +60,7 @@ class LayerSkipDrafter(UnrolledDrafter):
 def first_layers(target: Target, count: int):
     """Within it, a forward of the target ends after its first `count` blocks and the final norm."""
     name = next(name for name, child in target.backbone.named_children() if child is target.layers)
-    setattr(target.backbone, name, nn.ModuleList(target.layers[:count]))
+    setattr(target.backbone, name, target.layers[:count])
     try:
         yield
     finally:

@@ -5,8 +5,8 @@ suffix of the text that either of them has seen says how often which token follo
 most tokens are expected to be accepted; it is no longer than the suffix it rests on, and ends where that seldom holds.
 Source: Oliaro et al., "SuffixDecoding", 2024 (arXiv 2411.04975); its least probability is the one used here.
 
-Memory: an automaton has at most two states per token (about 0.6 kB a token). Of ended requests at most the latest LIMIT
-tokens are kept, a request's own text is bounded by its capacity.
+Memory: an automaton has at most two states per token (about 0.5 kB a token). Of ended requests at most the latest LIMIT
+tokens are kept, which makes 25 MB; a request's own text is bounded by its capacity.
 """
 
 from __future__ import annotations

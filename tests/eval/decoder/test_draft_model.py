@@ -78,10 +78,10 @@ def test_its_cache_follows_the_text_whatever_was_accepted_and_whoever_leaves(pai
 @pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_output_is_the_targets_own_with_a_random_and_with_a_perfect_model(batch, pair, prompts):
     target, small = pair
-    plain = [a.ids for a in decode(target, make_drafter("none"), prompts, k=0, max_new_tokens=30)]
+    plain = [a.ids for a in decode(target, make_drafter("none"), prompts, k=0, max_new_tokens=20)]
     for model, perfect in ((small, False), (target, True)):
         drafter = make_drafter("draft_model", drafting=Drafting(draft_model=model), target=target)
-        answers = decode(target, drafter, prompts, k=4, max_new_tokens=30, batch=batch)
+        answers = decode(target, drafter, prompts, k=4, max_new_tokens=20, batch=batch)
         assert [a.ids for a in answers] == plain
         if perfect:
             assert all(step.accepted == step.drafted for a in answers for step in a.steps[:-1])
@@ -120,6 +120,17 @@ def test_drafting_stops_after_the_token_that_takes_confidence_below_the_threshol
         assert trees[1].counts[row] == expected
         assert trees[1].tokens[row, :expected].tolist() == trees[0].tokens[row, :expected].tolist()
     assert len(set(trees[1].counts.tolist())) > 1 and trees[0].counts.tolist() == [6] * 8
+
+
+def test_a_model_with_fewer_positions_than_the_answer_drafts_on_and_a_longer_prompt_is_refused(make, prompts):
+    target, small = make[0]()[0], make[0]("gpt2", layers=1, n_embd=64, n_head=4)[0]
+    small.config.n_positions, small.backbone.wpe.weight.data = 24, small.backbone.wpe.weight.data[:24]
+    target.tokenizer = small.tokenizer = Tokens([f"t{i}" for i in range(97)])
+    drafter = ModelDrafter(Sampling(), target, small)
+    plain = [a.ids for a in decode(target, make_drafter("none"), prompts[:4], k=0, max_new_tokens=20)]
+    assert [a.ids for a in decode(target, drafter, prompts[:4], k=3, max_new_tokens=20)] == plain
+    with pytest.raises(ValueError, match="tiny gpt2 reads 24 tokens; a prompt has 30"):
+        drafter.start(prompts, 64)
 
 
 # ------------------------------------------------------------------------------------------------- two vocabularies

@@ -190,5 +190,9 @@ def test_drafters_are_made_by_name_and_what_is_missing_is_said(head, target, mon
         make_drafter("layer_skip", target=target)
     with pytest.raises(ValueError, match="needs the target and draft_model"):
         make_drafter("draft_model", target=target)
+    with pytest.raises(ValueError, match="tree 'wide'"):
+        make_drafter("head", head, drafting=Drafting(tree="wide"))
+    assert make_drafter("head", head, drafting=Drafting(tree="2x6")).nodes(3) == 6
+    assert make_drafter("head+ngram", head, drafting=Drafting(ngram_n=4)).copier.longest == 4
     with pytest.raises(ValueError, match="n-gram lengths"):
         NgramDrafter(4, 3)

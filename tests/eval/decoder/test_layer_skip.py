@@ -11,6 +11,7 @@ from headtrain.eval.decoder.decode import decode
 from headtrain.eval.decoder.drafters import Drafting, make_drafter
 from headtrain.eval.decoder.drafters.layer_skip import LayerSkipDrafter, first_layers
 from headtrain.eval.decoder.sampling import Sampling
+from headtrain.lean import speed_up
 
 FAMILIES = [
     ("llama", {}),
@@ -50,11 +51,19 @@ def test_it_drafts_what_a_model_of_the_first_layers_alone_says_and_the_output_st
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_output_is_the_targets_own(batch, target, prompts):
-    plain = [a.ids for a in decode(target, make_drafter("none"), prompts, k=0, max_new_tokens=30)]
-    for skip_from in (1, 2):
-        drafter = make_drafter("layer_skip", drafting=Drafting(skip_from=skip_from), target=target)
-        answers = decode(target, drafter, prompts, k=4, max_new_tokens=30, batch=batch)
-        assert [a.ids for a in answers] == plain
+    plain = [a.ids for a in decode(target, make_drafter("none"), prompts, k=0, max_new_tokens=20)]
+    drafter = make_drafter("layer_skip", drafting=Drafting(skip_from=1), target=target)
+    assert [a.ids for a in decode(target, drafter, prompts, k=4, max_new_tokens=20, batch=batch)] == plain
+
+
+def test_the_lean_forward_is_cut_in_the_same_place(make, prompts):
+    target, _ = make[0]()
+    drafter = make_drafter("layer_skip", drafting=Drafting(skip_from=2), target=target)
+    own = decode(target, drafter, prompts[:3], k=3, max_new_tokens=16)
+    speed_up(target)
+    assert target.lean is not None
+    lean = decode(target, drafter, prompts[:3], k=3, max_new_tokens=16)
+    assert [(a.ids, a.steps) for a in lean] == [(a.ids, a.steps) for a in own]
 
 
 def test_with_a_last_layer_that_does_nothing_every_draft_is_accepted(make, prompts):
