@@ -160,12 +160,12 @@ class Contenders:
         ours, theirs = KVCache(1, CONTEXT + width), DynamicCache()
         self.target.forward(before, ours)
         with torch.inference_mode():
-            self.theirs(before, past_key_values=theirs)
+            self.theirs(before, cache=theirs)
 
         def run_theirs():
             with torch.inference_mode():
-                self.theirs(new, past_key_values=theirs)
-            theirs.crop(CONTEXT)
+                self.theirs(new, cache=theirs)
+            theirs.crop(-width)
 
         def run_ours():
             states = self.target.forward(new, ours, slots, window=CONTEXT + width)
@@ -339,7 +339,7 @@ def main() -> None:
     options.add_argument("--head", type=Path, help="folder of a trained head for SmolLM2, its run's prompts/ beside it")
     options.add_argument("--quick", action="store_true", help="few tokens, one turn, written to runs/bench-quick")
     options.add_argument("--rounds", type=int, default=3, help="turns of every contender")
-    options.add_argument("--new", type=int, default=96, help="new tokens of an answer")
+    options.add_argument("--new", type=int, default=64, help="new tokens of an answer")
     options.add_argument("--out", type=Path, help="folder of decode.json and decode.md")
     given = options.parse_args()
     rounds, new = (1, 8) if given.quick else (given.rounds, given.new)
