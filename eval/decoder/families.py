@@ -13,6 +13,7 @@ from headtrain.eval.decoder.layout import lay_out, visible
 from headtrain.target import STATEFUL, Target, TargetError
 from headtrain.tree import DraftTree
 
+TOKEN, CHAIN, TREE = [[]], [[0, 1]], [[0, 2], [1, 3]]  # paths of nodes from the root down; states: token by token, too
 KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", *STATEFUL}
 
 
@@ -28,30 +29,33 @@ def check(target: Target, trees: bool) -> None:
         raise TargetError(
             f"{family} with trees: a {target.stateful!r} layer keeps one running state, which cannot branch; use chains"
         )
+    probes = [TREE] if trees else [CHAIN, TOKEN] if target.stateful else [CHAIN]
     try:
-        gap, largest = _gap(target, 2 if trees else 1)
+        gap, largest = (max(values) for values in zip(*[_gap(target, paths) for paths in probes], strict=True))
     except Exception as error:  # whatever a family's own code may raise on a cache it did not expect
         raise TargetError(f"{family} with {way}: {type(error).__name__}: {error}") from error
     if gap > (1e-4 if target.dtype == torch.float32 else 0.06) * largest:
         raise TargetError(
             f"{family} with {way}: its logits in the cache are off those of the same text by {gap:.3g} (largest logit "
-            f"{largest:.3g}), so its attention does not follow the decoder's mask"
+            f"{largest:.3g}), so its attention or its states do not follow the decoder's cache"
         )
     target.decodes.add(way)
 
 
 @torch.inference_mode()
-def _gap(target: Target, branches: int) -> tuple[float, float]:
-    """Two rows, each with `branches` branches of two nodes: (difference of the logits, largest logit)."""
+def _gap(target: Target, paths: list[list[int]]) -> tuple[float, float]:
+    """Two rows with a tree of the given paths each: (difference of the logits, largest logit)."""
     lengths = [5, 5 if target.stateful else 3]
-    device, nodes = target.device, 2 * branches
+    device, nodes = target.device, sum(map(len, paths))
     ids = (torch.arange(7, 7 + 2 * (6 + nodes)) * 5 % target.vocab_size).view(2, -1).to(device)
     tokens_BN = ids[:, 6:]
-    parents = torch.tensor([max(-1, node - branches) for node in range(nodes)], device=device)
-    tree = DraftTree(tokens_BN, parents, torch.full((2,), nodes, device=device))
+    parents = torch.arange(nodes, device=device) - len(paths)
+    tree = DraftTree(tokens_BN, parents.clamp_min(-1), torch.full((2,), nodes, device=device))
     length_B, capacity = torch.tensor(lengths, device=device), 6 + nodes
     cache = (StateCache if target.stateful else KVCache)(2, capacity)
-    target.forward(ids[:, :5], cache)
+    before_BL = torch.arange(5, device=device).expand(2, 5)
+    for part in [slice(0, 5)] if nodes else [slice(at, at + 1) for at in range(5)]:
+        target.forward(ids[:, part], cache, before_BL[:, part])
     slots_BL, positions_BL, sees_BLL = lay_out(tree, length_B)
     mask = None if sees_BLL is None else visible(sees_BLL, slots_BL, capacity)
     roots_B1 = ids[:, 5:6]
@@ -59,11 +63,9 @@ def _gap(target: Target, branches: int) -> tuple[float, float]:
     found = target.logits(states.last_BLH).float()
     gaps, largest = [], float(found.abs().max())
     for row, length in enumerate(lengths):
-        for branch in range(branches):
-            path = torch.arange(branch, nodes, branches, device=device)
+        for path in paths:
             text = torch.cat([ids[row, :length], roots_B1[row], tokens_BN[row, path]])
             plain = target.logits(target.forward(text[None]).last_BLH[0, length:]).float()
-            here = torch.cat([path.new_zeros(1), path + 1])
-            gaps.append((found[row, here] - plain).abs().amax(-1))
+            gaps.append((found[row, [0, *[node + 1 for node in path]]] - plain).abs().amax(-1))
     gaps = torch.cat(gaps)  # in low precision an expert's router may fall the other way at one token
     return float(gaps.max() if target.dtype == torch.float32 else gaps.median()), largest

@@ -37,8 +37,11 @@ def test_greedy_output_equals_transformers_generate(name, batch, target, head, p
 
 
 @pytest.mark.demo
-def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
-    """20 prompts x 128 tokens in fp32; five prompts in a batch for each drafter, the head's being untrained."""
+def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(oracles):
+    """20 prompts x 128 tokens in fp32; five prompts in a batch for each drafter, the head's being untrained.
+
+    Five of them once more with trees that hold the next two tokens and wrong ones after them.
+    """
     from transformers import AutoModelForCausalLM
 
     from headtrain.config import TargetConfig
@@ -65,9 +68,15 @@ def test_smollm2_gives_the_tokens_of_transformers_with_every_drafter(make):
         rope=target.rope(),
     ))  # fmt: skip
     head.attach(target.embed.weight)
-    for n, name in enumerate(("none", "ngram", "head", "head+ngram")):
-        mine = slice(5 * n, 5 * n + 5)
-        drafter, k = make_drafter(name, head), 4 if name == "ngram" else 2
+
+    class Tree(oracles[1]):
+        def observe(self, news):  # goes on where a near-tie has led the text elsewhere
+            self.at = [at + len(tokens) for at, tokens in zip(self.at, news.tokens, strict=True)]
+
+    two_right = Tree(prompts[:5], out[:5].tolist(), lambda token, depth: token if depth < 2 else token + 1)
+    for n, name in enumerate(("none", "ngram", "head", "head+ngram", "tree")):
+        mine = slice(5 * n % 20, 5 * n % 20 + 5)
+        drafter, k = two_right if name == "tree" else make_drafter(name, head), 4 if name in ("ngram", "tree") else 2
         answers = decode(target, drafter, prompts[mine], k=k, max_new_tokens=128)
         assert sum(len(answer.ids) for answer in answers) > 300
         for prompt, theirs, answer in zip(prompts[mine], out[mine].tolist(), answers, strict=True):

@@ -58,10 +58,16 @@ def test_running_states_go_back_after_a_rejection(family, more, make, prompts, t
         decode(target, tree(prompts, expected), prompts, k=4, max_new_tokens=NEW)
 
 
-def test_a_family_with_layers_the_cache_does_not_know_is_refused_by_name(make):
-    kinds = ["linear_attention", "full_attention", "linear_attention"]
-    target, _ = make[0]("minimax", num_local_experts=4, layer_types=kinds)
-    with pytest.raises(TargetError, match=r"the minimax family cannot be decoded here with chains: .*cache of its own"):
+@pytest.mark.parametrize("family, more, reason", [
+    ("minimax", {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+     "cache of its own"),
+    # its step of one token is another function than its pass over a text
+    ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+                    "ssm_state_size": 8, "chunk_size": 8}, "off those of the same text"),
+])  # fmt: skip
+def test_a_family_whose_states_the_cache_cannot_keep_is_refused_by_name(family, more, reason, make):
+    target, _ = make[0](family, **more)
+    with pytest.raises(TargetError, match=rf"the {family} family cannot be decoded here with chains: .*{reason}"):
         decode(target, make_drafter("none"), [[7, 8]], k=0, max_new_tokens=4)
 
 
