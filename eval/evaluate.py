@@ -170,11 +170,13 @@ def work(
     heads: by the ids of the plan. workers: how many processes run at once; it is written beside each timing.
     tokenise(messages): ids as serving would send them, needed for prompts with later turns.
     """
+    from headtrain.lean import speed_up
     from headtrain.packed import pack_linears
 
-    for model in (target.model, *heads.values(), draft_model and draft_model.model):
-        if model is not None:
-            pack_linears(model.requires_grad_(False))
+    for model in filter(None, (target, draft_model)):
+        speed_up(model)
+    for head in heads.values():
+        pack_linears(head.requires_grad_(False))
     (Path(folder) / "units").mkdir(parents=True, exist_ok=True)
     worker = _Worker(config, target, heads, Path(folder), tokenise, draft_model)
     facts = {key: getattr(config.eval, key) for key in ("top_p", "top_k", "min_p", "rule")}

@@ -141,7 +141,11 @@ def load_suite(name: str, prompts_folder: str | Path | None = None, limit: int |
     if not prompts:
         raise SuiteError(f"eval.suites: {name} has no prompts; for heldout raise data.held_out")
     seen: Counter[str] = Counter()
-    kept = [p for p in prompts if (seen.update([p.suite]), limit is None or seen[p.suite] <= limit)[1]]
+    kept = []
+    for prompt in prompts:
+        seen[prompt.suite] += 1
+        if limit is None or seen[prompt.suite] <= limit:
+            kept.append(prompt)
     if len({(prompt.suite, prompt.id) for prompt in kept}) < len(kept):
         raise SuiteError(f"{name}: two rows have the same id; ids name the results, make them different")
     if len(kept) < len(prompts):
