@@ -61,7 +61,7 @@ def measure_costs(
             labels.append({"what": "verify", "tokens": tokens})
             once.append(forward)
         for names, drafter, k in runs:
-            walk = _Walk(target, drafter, here)
+            walk = _Walk(target, drafter, here, k)
             chain = drafter.nodes(k) == k
             for depth in sorted({k, *(d for d in DEPTHS if d < k and chain)}):
                 labels.append({"what": "draft", **names, "k": depth, "tokens": drafter.nodes(depth)})
@@ -121,16 +121,19 @@ def _forwards(target: Target, texts: list[Text], context: int, widest: int):
 class _Walk:
     """A drafter taken along finished texts as if the target had settled STRIDE tokens a step."""
 
-    def __init__(self, target: Target, drafter: Drafter, texts: list[Text]):
+    def __init__(self, target: Target, drafter: Drafter, texts: list[Text], deepest: int):
         import torch
+
+        from headtrain.cache import KVCache
 
         self.target, self.drafter = target, drafter
         self.prompts = [prompt for prompt, _ in texts]
         self.rows = [prompt + answer for prompt, answer in texts]
         width = max(map(len, self.rows))
         self.ids_BL = torch.tensor([row + [0] * (width - len(row)) for row in self.rows], device=target.device)
+        self.cache = KVCache(len(texts), width + deepest + 1)  # drafting on the target's own layers reads it
         with torch.inference_mode():
-            self.states = target.forward(self.ids_BL, taps=drafter.taps)
+            self.states = target.forward(self.ids_BL, self.cache, taps=drafter.taps)
         self.steps_left = 0
 
     def _news(self, starts: list[int], counts: list[int]) -> News:
@@ -153,7 +156,8 @@ class _Walk:
         import torch
 
         if not self.steps_left:
-            self.drafter.start(self.prompts, self.ids_BL.shape[1] + k + 1)
+            self.drafter.bind(self.target, self.cache)
+            self.drafter.start(self.prompts, self.cache.capacity)
             self.at = [len(prompt) for prompt in self.prompts]
             self.drafter.observe(self._news([0] * len(self.at), self.at))
             answers = [len(row) - len(prompt) for row, prompt in zip(self.rows, self.prompts, strict=True)]

@@ -89,14 +89,14 @@ def costs(report: dict[str, Any], groups: list[dict[str, Any]], colours: Palette
         "From measured times of forwards and of drafting, and from how many drafts were accepted in each step, follows "
         "the speed-up of every K and batch. Here prefill is left out on both sides."
     )
-    forecast = report["summary"].get("forecast")
+    forecast, timed = report["summary"].get("forecast"), max(v["batch"] for v in cost["verify"])
     return section(
         "What drafting costs, and where it pays",
         f"<p>{escape(forecast)}</p>" if forecast else "",
-        pair(_over_k(shown, names, colours, where), _over_batch(shown, names, colours, where)),
+        pair(_over_k(shown, names, colours, where), _over_batch(shown, names, colours, where, timed)),
         _series_table(shown, names, colours, f"Best K <span>· {escape(where)}</span>"),
         _bounds(cost["combined"]),
-        details("Other suites and settings", _series_table(others, names, colours, "Best K") if others else ""),
+        details("Other suites and settings", _series_table(others, names, colours, "Best K", full=True)),
         details("Predicted and measured, setting by setting", _checks_table(cost["series"], names)),
         details("What a forward costs", _forwards(cost["verify"])),
         lead=lead,
@@ -130,22 +130,23 @@ def _over_k(shown: list[dict[str, Any]], names: dict[tuple, str], colours: Palet
     )
 
 
-def _over_batch(shown: list[dict[str, Any]], names: dict[tuple, str], colours: Palette, where: str) -> str:
+def _over_batch(shown: list[dict[str, Any]], names: dict[tuple, str], colours: Palette, where: str, timed: int) -> str:
     lines = []
     for one in _chains(shown):
-        name = _label(one, names)
-        for beyond in (False, True):
-            points = [(p["batch"], p["speedup"] if p["extrapolated"] in (beyond, False) else None) for p in one["best"]]
-            if beyond:  # from the last measured batch on
-                last = max((p["batch"] for p in one["best"] if not p["extrapolated"]), default=0)
-                points = [(x, y) for x, y in points if x >= last]
-            lines.append(Series(drafter_name(name), colours[name], points, dashed=beyond))
-    plot = line_plot(lines, "requests decoded together", "speed-up", show="{:.2f}×".format, x_log=True, mark=1.0)
+        name, batches = _label(one, names), sorted({check["batch"] for check in one["checks"]})
+        fastest = [(b, max(c["measured"] for c in one["checks"] if c["batch"] == b)) for b in batches]
+        predicted = [(p["batch"], p["speedup"]) for p in one["best"]]
+        lines.append(Series(f"{drafter_name(name)}, predicted", colours[name], predicted, dashed=True, dots=False))
+        lines.append(Series(f"{drafter_name(name)}, measured", colours[name], fastest))
+    ticks = sorted({p["batch"] for one in shown for p in one["best"]})
+    plot = line_plot(
+        lines, "requests decoded together", "speed-up", show="{:.2f}×".format, x_ticks=ticks, x_log=True, mark=1.0
+    )
     return figure(
         f"Speed-up by batch on {where}",
         plot,
-        "Chains, each batch with its best K. Dashed: beyond the batches that were timed, where times are taken to grow "
-        "in a straight line.",
+        "Chains, each batch with its best K. Dashed: predicted; dots: the fastest measured. Forwards were timed up to "
+        f"batch {timed}; beyond it their times are taken to grow in a straight line.",
         _key(_chains(shown), names, colours),
     )
 
@@ -154,25 +155,28 @@ def _key(shown: list[dict[str, Any]], names: dict[tuple, str], colours: Palette)
     return legend([(drafter_name(_label(one, names)), colours[_label(one, names)]) for one in shown], thin=True)
 
 
-def _series_table(shown: list[dict[str, Any]], names: dict[tuple, str], colours: Palette, caption: str) -> str:
+def _series_table(
+    series: list[dict[str, Any]], names: dict[tuple, str], colours: Palette, caption: str, full: bool = False
+) -> str:
+    """The best K of each series; `full`: with its suite and temperature, where these differ."""
     rows = []
-    for one in shown:
+    for one in series:
         name, first = _label(one, names), one["best"][0]
         by_k = {c["k"]: c for c in one["checks"] if c["kind"] == "speed" and c["batch"] == first["batch"]}
-        measured = by_k.get(first["k"], {}).get("measured")
         many = next(p for p in one["best"] if p["batch"] == 32)
-        stop = one["stops_paying"]
+        shape = [drafter_name(name)] + [one["tree"]] * (one["tree"] != "chain")
+        shape += [suite_name(one["suite"]), heat_words(one["temperature"])] * full
         rows.append([
-            f'<td class="name {colours[name]}"><i></i>{escape(drafter_name(name))}</td>', escape(one["tree"]),
-            escape(suite_name(one["suite"])), f"{one['temperature']:g}", str(first["k"]),
-            number(first["speedup"], 2, "×"), number(measured, 2, "×"), f"{first['verify_share']:.0%}", str(many["k"]),
-            number(many["speedup"], 2, "×"), "–" if stop is None else str(stop), number(one["oracle_k"], 2, "×"),
+            f'<td class="name {colours[name]}"><i></i>{escape(", ".join(shape))}</td>', str(first["k"]),
+            number(first["speedup"], 2, "×"), number(by_k.get(first["k"], {}).get("measured"), 2, "×"),
+            f"{first['verify_share']:.0%}", str(many["k"]), number(many["speedup"], 2, "×"),
+            number(one["stops_paying"], 0), number(one["oracle_k"], 2, "×"),
         ])  # fmt: skip
     header = (
-        "", "tree", "suite", "T", "best K", "predicted", "measured", "verifying", "best K at 32", "predicted at 32",
-        "stops paying at", "oracle K",
+        "", "best K", "predicted", "measured", "verifying", "best K at 32", "predicted at 32", "stops paying at",
+        "oracle K",
     )  # fmt: skip
-    return table(header, rows, caption)
+    return table(header, rows, caption) if rows else ""
 
 
 def _bounds(combined: list[dict[str, Any]]) -> str:

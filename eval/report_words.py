@@ -334,7 +334,7 @@ def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
     one = series_of(report, chain, "head", head["head"])
     k = one["best"][0]["k"] if one else chain["k"]
     how = "predicted fastest" if one else "the fastest measured" if known(head["speedup"]) else "of the largest τ"
-    places = {item["engine"]: item["path"] for item in report["exports"]}
+    places = {item["engine"]: item["path"] for item in report["exports"]} if len(report["heads"]) == 1 else {}
     fixed = {"taps": facts.get("taps"), "layers": report["target"].get("layers")}
 
     def entry(engine: str, k: int, note: str, **tree: int) -> dict[str, Any]:

@@ -231,6 +231,15 @@ def test_a_drafter_is_timed_on_what_the_answer_says(target):
     assert told == [[[4, 5, 6]], [[7, 8]], [[9, 10]], [[4, 5, 6]], [[7, 8]]]
 
 
+def test_a_drafter_on_the_targets_own_layers_is_timed_with_a_cache_of_the_text(target):
+    from headtrain.eval.decoder.drafters import Drafting
+
+    drafter = make_drafter("layer_skip", target=target, drafting=Drafting(skip_from=1))
+    texts = [([3, 4, 5], [6, 7, 8, 9, 10, 11]), ([3, 4], [6, 7, 8, 9, 10, 11])]
+    rows = measure_costs(target, [({"drafter": "layer_skip"}, drafter, 4)], texts, [2], rounds=2)
+    assert [row["k"] for row in rows if row["what"] == "draft"] == [1, 2, 4]
+
+
 def test_without_texts_there_is_nothing_to_time_on(target):
     with pytest.raises(ValueError, match="at least one prompt"):
         measure_costs(target, [], [], [1])

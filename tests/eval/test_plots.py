@@ -47,6 +47,19 @@ def test_values_below_the_wanted_start_of_the_axis_are_still_inside_the_plot():
     assert max(float(p.split(",")[1]) for p in re.search(r'points="([^"]+)"', svg)[1].split()) <= 270
 
 
+def test_a_doubling_takes_the_same_width_on_a_doubling_axis():
+    svg = line_plot([Series("a", "c", [(1, 1.0), (2, 1.0), (8, 1.0)], dots=False)], "x", "y", x_log=True)
+    at = [float(p.split(",")[0]) for p in re.search(r'points="([^"]+)"', svg)[1].split()]
+    assert at[2] - at[1] == pytest.approx(2 * (at[1] - at[0]), abs=0.2) and "<circle" not in svg
+    assert re.findall(r'text-anchor="middle">(\d+)<', svg) == ["1", "2", "8"]
+
+
+def test_a_marked_value_lies_inside_the_plot_though_no_line_reaches_it():
+    svg = line_plot([Series("a", "c", [(1, 0.2), (2, 0.4)])], "x", "y", mark=1.0)
+    line = float(re.search(r'class="mark"[^>]* y1="([\d.]+)"', svg)[1])
+    assert 0 < line < min(float(y) for y in re.findall(r'cy="([\d.]+)"', svg))
+
+
 def test_bars_are_as_long_as_their_values_and_missing_ones_say_so():
     svg = bar_plot([Bar("a", "c", 1.0), Bar("b", "c", 2.0, [1.8, 2.4]), Bar("c", "c", None)])
     short, long = (float(w) for w in re.findall(r'<rect[^>]* width="([\d.]+)"', svg))

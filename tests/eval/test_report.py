@@ -519,7 +519,7 @@ def test_a_wide_evaluation_keeps_heads_trees_and_settings_apart(wide):
     assert [head["path"] for head in report["heads"]] == ["heads/small", "heads/big"]
     for wanted in ("head: small", "head: big", "Spec-Bench, qa", "τ by domain", "τ by temperature", "temperature 1",
                    "depth K = 5, dynamic tree 4x16 (top 4 of each node, the best 16 nodes verified)",
-                   "Speed-up by K", "Speed-up by batch", "beyond the batches"):  # fmt: skip
+                   "Speed-up by K", "Speed-up by batch", "timed up to batch 16"):  # fmt: skip
         assert wanted in text, wanted
     assert page.fetched == [] and text.count("τ by output depth on") == 3
     written = table(report, wide)
