@@ -94,7 +94,7 @@ def test_heads_are_evaluated_in_a_run_folder_of_their_own_and_on_the_captures_of
                         for k in (1, 2) for tree in ("chain", "2x4")}  # fmt: skip
     assert {row["prompts"] for row in rows if row["suite"] == "spec_bench/mt_bench"} == {2}, "both turns"
     perfect = [row for row in rows if row["drafter"] == "draft_model"]
-    assert len(perfect) == 4 and all(row["accepted"] == row["drafted"] > 0 for row in perfect), "it is the target itself"
+    assert len(perfect) == 4 and all(row["accepted"] == row["drafted"] > 0 for row in perfect), "of itself"
     assert all(row["identical_to_plain"] for row in rows)
     assert configload.read_yaml(run / "config.yaml")["eval"]["drafters"] == ["ngram"], "the head's run is left alone"
     refused = headtrain("eval", f"head={made / 'heads/run'}", f"target={target}", f"suites={suite}", f"run_dir={run}")
