@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headtrain.cache import KVCache
-from headtrain.packed import Product, can_pack, pack_linears
+from headtrain.packed import Product, can_pack, frozen_product, pack_linears
 from headtrain.target import Target, TargetStates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -24,7 +24,7 @@ FEW = 16  # up to so many new tokens, the query heads of one key head stand as m
 def speed_up(target: Target) -> None:
     """Packs the linear layers of a target on a CPU and, where it can, lets it run by the lean forward.
 
-    Costs the linear weights' memory once more, twice more in bf16 on a CPU without bf16 instructions.
+    See pack_linears for what that costs in memory.
     """
     if target.device.type != "cpu" or target.lean is not None:
         return
@@ -70,7 +70,8 @@ class _Block:
 
 def _fused(*layers: nn.Linear) -> Product:
     biases = [layer.bias for layer in layers]
-    product = Product(torch.cat([layer.weight for layer in layers]), None if biases[0] is None else torch.cat(biases))
+    weight_OI = torch.cat([layer.weight for layer in layers])
+    product = frozen_product(weight_OI, None if biases[0] is None else torch.cat(biases))
     for layer, weight in zip(layers, product.weight_OI.split([len(x.weight) for x in layers]), strict=True):
         layer.weight.data = weight
     return product

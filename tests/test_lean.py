@@ -95,7 +95,7 @@ def test_bf16_agrees_within_its_rounding():
     same(own.forward(ids, taps=TAPS), ours.forward(ids, taps=TAPS), tolerance=0.06)
 
 
-def test_the_models_own_forward_still_works_and_the_weights_are_kept_once_besides_the_packed_copy():
+def test_the_models_own_forward_still_works_and_its_weights_are_views_of_the_fused_ones():
     target, theirs = build_target("llama")
     ids = torch.randint(6, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
     speed_up(target)
