@@ -149,6 +149,7 @@ def accept_case(seed, drawn):
     tree = some_tree(b, n, 3, seed)
     logits = torch.randn(b, n + 1, v, generator=g)
     logits[..., :3] += 3  # the drafts are likely
+    logits[..., 60] = logits[..., :60].amax(-1)  # in a later block: of equals the first is the argmax
     q = (torch.randn(b, n, v, generator=g) + 2 * logits[:, :1]).softmax(-1) if drawn else None
     uniform = torch.rand(b, n + 1, generator=g, dtype=torch.float64)
     return logits, tree, q, uniform[:, :n], uniform[:, n]
