@@ -236,6 +236,12 @@ DRAFTERS = (
     "head", "head+ngram", "head+ngram-tree",
 )  # fmt: skip
 HEAD_DRAFTERS = tuple(name for name in DRAFTERS if name.startswith("head"))
+HEAD_TYPES = ("eagle3",)
+TAPPED = ("eagle3",)  # head types that read taps; the others read the last hidden state alone
+# Head keys that only some types read; setting one for another type is an error.
+HEAD_KEYS: dict[str, tuple[str, ...]] = {
+    "taps": TAPPED, "norm_before_residual": ("eagle3",), "norm_output": ("eagle3",),
+}  # fmt: skip
 _PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
 
 # What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
@@ -258,7 +264,7 @@ RULES: dict[str, Rule] = {
     "data.responses.max_new_tokens": _COUNT,
     "data.responses.batch_tokens": _COUNT,
     "data.captures.dtype": _DTYPE,
-    "head.type": _one_of("eagle3"),
+    "head.type": _one_of(*HEAD_TYPES),
     "head.taps": _COUNT,
     "head.layers": _one_of(1),
     "head.start": _one_of("calibrated", "random"),
@@ -368,7 +374,18 @@ def validate(config: RecipeConfig) -> None:
         raise ConfigError(
             f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
         )
+    _validate_head(head)
     _validate_eval(config.eval, shape)
+
+
+def _validate_head(head: HeadSection) -> None:
+    for key in fields(HeadSection):
+        types = HEAD_KEYS.get(key.name, HEAD_TYPES)
+        if head.type not in types and getattr(head, key.name) != key.default:
+            raise ConfigError(
+                f"head.{key.name}={getattr(head, key.name)}: heads of type {head.type} have no such setting "
+                f"(only {', '.join(types)}); leave it out"
+            )
 
 
 def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:

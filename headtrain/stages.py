@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headtrain.children import NOTE
-from headtrain.config import HEAD_DRAFTERS, ConfigError, RecipeConfig, TargetConfig
+from headtrain.config import HEAD_DRAFTERS, TAPPED, ConfigError, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, locked, read_json, write_json
 from headtrain.hardware import fast_bf16
 
@@ -156,6 +156,8 @@ def load_tokenizer(target: TargetConfig) -> Any:
 def taps_of(config: RecipeConfig, num_layers: int) -> list[int]:
     from headtrain.engines import check_taps, default_taps
 
+    if config.head.type not in TAPPED:
+        return []
     return check_taps(config.head.taps if config.head.taps is not None else default_taps(num_layers), num_layers)
 
 

@@ -6,6 +6,7 @@ import typing
 
 import pytest
 
+from headtrain import config as config_module
 from headtrain import configload
 from headtrain.config import DRAFTERS, RULES, ConfigError, PromptSource, RecipeConfig, validate
 
@@ -224,3 +225,9 @@ def test_the_resolved_config_comes_back_from_its_yaml(recipe, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(configload.to_yaml(config))
     assert configload.load_resolved(path) == config
+
+
+def test_a_head_key_that_the_type_does_not_read_is_refused(monkeypatch):
+    monkeypatch.setitem(config_module.HEAD_KEYS, "norm_output", ("another",))
+    with pytest.raises(ConfigError, match=r"head\.norm_output=True: heads of type eagle3 have no such setting.*another"):
+        load("eagle3_smollm2")

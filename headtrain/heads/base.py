@@ -6,6 +6,7 @@ vocabulary, B requests, L new tokens per request, K draft tokens.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -97,6 +98,7 @@ class Head(nn.Module):
     embedding is held outside the state dict (`attach`), so that no tensor of the target is trained or saved.
     """
 
+    Config: type[HeadConfig] = HeadConfig  # a head type with settings of its own has a subclass
     config: HeadConfig
 
     def scale_features(self, rms_AT: Tensor) -> None:
@@ -134,7 +136,8 @@ class Head(nn.Module):
     def start(self, batch: int, capacity: int) -> Any:
         """An empty drafting state for `batch` requests of at most `capacity` true slots (padding of `extend` included).
 
-        Room for the nodes of `expand` is the head's own to make.
+        Room for the nodes of `expand` is the head's own to make. Drafting depends on the state's `window`, an int, and
+        on tensors that stay where they are until `select`, so that it can be recorded as a CUDA graph.
         """
         raise NotImplementedError
 
@@ -167,18 +170,15 @@ class Head(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
 
-def _registry() -> dict[str, type[Head]]:
-    from headtrain.heads.eagle3 import Eagle3Head
-
-    return {"eagle3": Eagle3Head}
+HEADS = {"eagle3": "eagle3.Eagle3Head"}  # by head.type: module of this package, and class
 
 
 def head_class(kind: str) -> type[Head]:
     """The class of a head type; ValueError names the known ones."""
-    known = _registry()
-    if kind not in known:
-        raise ValueError(f"head.type={kind}: unknown; known head types: {', '.join(sorted(known))}")
-    return known[kind]
+    if kind not in HEADS:
+        raise ValueError(f"head.type={kind}: unknown; known head types: {', '.join(sorted(HEADS))}")
+    module, name = HEADS[kind].split(".")
+    return getattr(importlib.import_module(f"headtrain.heads.{module}"), name)
 
 
 def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all_V: Tensor, sample: Batch) -> Head:
@@ -314,13 +314,14 @@ def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.
         )
     weights = folder / "model.safetensors"
     try:
-        config = HeadConfig(**written["headtrain"])
+        kind = head_class(written["headtrain"].get("type", "eagle3"))
+        config = kind.Config(**written["headtrain"])
         tensors = load_file(weights)
     except TypeError as error:
         raise ValueError(f"{folder / 'config.json'}: its headtrain section does not fit ({error})") from error
     except SafetensorError as error:
         raise ValueError(f"{weights} cannot be read ({error}); copy the head again") from error
-    head = head_class(config.type)(config)
+    head = kind(config)
     head.load_portable(tensors, str(weights))
     if embedding is not None:
         head.attach(embedding)
