@@ -229,5 +229,5 @@ def test_the_resolved_config_comes_back_from_its_yaml(recipe, tmp_path):
 
 def test_a_head_key_that_the_type_does_not_read_is_refused(monkeypatch):
     monkeypatch.setitem(config_module.HEAD_KEYS, "norm_output", ("another",))
-    with pytest.raises(ConfigError, match=r"head\.norm_output=True: heads of type eagle3 have no such setting.*another"):
+    with pytest.raises(ConfigError, match=r"head\.norm_output=True: heads of type eagle3 have no such.*another"):
         load("eagle3_smollm2")
