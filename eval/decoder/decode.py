@@ -134,7 +134,7 @@ class _Chunk:
         self.capacity = max(map(len, prompts)) + budget + self.nodes + 1
         self.cache = (StateCache if target.stateful else KVCache)(len(prompts), self.capacity)
         self.last_position = getattr(target.config, "max_position_embeddings", None) or self.capacity
-        self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device), 0
+        self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device, record=not target.stateful), 0
 
     @torch.inference_mode()
     def run(self) -> None:

@@ -36,15 +36,16 @@ def judge(
     nodes = tree.tokens, tree.parents, tree.counts
     if last_BLH.is_cuda and (rule == "exact" or sampling.greedy):
         return kernels.accept(target.logits(last_BLH), tree, sampling, accept_BN, bonus_B, seen_BLV)
-    real_BL = torch.arange(last_BLH.shape[1], device=last_BLH.device) <= tree.counts[:, None]
-    logits_MV = target.logits(last_BLH[real_BL])
-    seen_MV = None if seen_BLV is None else seen_BLV[real_BL]
+    shape, device = last_BLH.shape[:2], last_BLH.device
+    real = slice(None) if last_BLH.is_cuda else torch.arange(shape[1], device=device) <= tree.counts[:, None]
+    logits_MV = target.logits(last_BLH[real])
+    seen_MV = None if seen_BLV is None else seen_BLV[real]
     if sampling.greedy:
-        choice_BL = torch.zeros(real_BL.shape, dtype=torch.long, device=logits_MV.device)
-        choice_BL[real_BL] = adjust(logits_MV, sampling, seen_MV).argmax(-1)
+        choice_BL = torch.zeros(shape, dtype=torch.long, device=device)
+        choice_BL[real] = adjust(logits_MV, sampling, seen_MV).argmax(-1)
         return verify.greedy_chain(choice_BL, *drafts) if chain else verify.greedy_tree(choice_BL, *nodes)
-    p_BLV = torch.zeros(*real_BL.shape, logits_MV.shape[1], device=logits_MV.device)
-    p_BLV[real_BL] = probabilities(logits_MV, sampling, seen_MV)
+    p_BLV = torch.zeros(*shape, logits_MV.shape[-1], device=device)
+    p_BLV[real] = probabilities(logits_MV, sampling, seen_MV)
     if rule == "typical":
         return verify.typical_tree(p_BLV, *nodes, bonus_B)
     if rule == "block":

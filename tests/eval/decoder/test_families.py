@@ -19,7 +19,7 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
     ("qwen3", {}),
     ("gemma2", {"sliding_window": 8, "attn_logit_softcapping": 2.0}),
     ("gemma3_text", {"sliding_window": 8, "layer_types": MIXED}),
-    ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": 3}),  # narrower than the trees are deep
     ("phi3", {}),
     ("gpt_oss", EXPERTS | {"sliding_window": 8, "layer_types": MIXED}),
     ("llama4_text", EXPERTS | {"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"] * 2,
