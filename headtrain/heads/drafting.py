@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROOM = 16  # slots for nodes at the start; more are made when they are needed
+BUCKET = 256  # true slots; on a GPU `window` is a multiple
 
 
 class DraftState:
@@ -32,6 +33,12 @@ class DraftState:
         self.longest = 0  # most true slots of a row, at most
         self.nodes = 0
         self.above_BNN: Tensor | None = None  # bool: node j is node i or lies above it; None: the nodes are a chain
+
+    @property
+    def window(self) -> int:
+        """How many true slots drafting looks at; rounded up on a GPU, so that one recorded graph serves many steps."""
+        rounded = self.longest if self.keys.device.type == "cpu" else -(-self.longest // BUCKET) * BUCKET
+        return min(rounded, self.capacity)
 
     def settle(self, width: int, counts_B: Tensor) -> Tensor:
         """Slots for `width` new true tokens per row, int64 [B, L]; the first counts_B[b] are real. Drops all nodes."""
@@ -75,7 +82,7 @@ class DraftState:
 
     def attend(self, q_BMGJD: Tensor) -> Tensor:
         """Attention of the newest M nodes, or (M = 1, no nodes) of the last true slot: [B, M, G, J, D]."""
-        m, window, device = q_BMGJD.shape[1], self.longest + self.nodes, q_BMGJD.device
+        m, window, device = q_BMGJD.shape[1], self.window + self.nodes, q_BMGJD.device
         columns_W = torch.arange(window, device=device)
         if self.above_BNN is None:
             seen_BMW = (columns_W < self.length_B[:, None] + self.nodes)[:, None]

@@ -12,12 +12,14 @@ Source: Li et al., EAGLE-2 (arXiv 2406.16858), section 4.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from headtrain.eval.decoder.drafters.base import Drafter, News
 from headtrain.eval.decoder.drafters.shape import TreeShape
+from headtrain.eval.decoder.graphs import Graphs
 from headtrain.eval.decoder.kernels import draft_topk
 from headtrain.eval.decoder.sampling import Sampling, adjust, draw, probabilities
 from headtrain.heads.base import Head
@@ -49,6 +51,7 @@ class HeadDrafter(Drafter):
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         c, device = self.head.config, self.head.d2t.device
         self._state = self.head.start(len(prompts), capacity)
+        self._graphs = Graphs(device, record=self.least == -math.inf)
         reduced = c.draft_vocab_size < c.vocab_size
         self._ids_W = self.head.to_target_ids(torch.arange(c.draft_vocab_size, device=device)) if reduced else None
         self._seen_BV = None  # tokens of the text, where a repetition penalty asks for them
@@ -66,16 +69,19 @@ class HeadDrafter(Drafter):
     def propose(self, k: int, uniform_BN: Tensor | None = None) -> DraftTree:
         if k == 0:
             return DraftTree.chain(torch.zeros(len(self._logits_BW), 0, dtype=torch.long, device=self.head.d2t.device))
-        return self._chain(k, uniform_BN) if self.shape.width == 1 else self._tree(k, uniform_BN)
+        draft = partial(self._chain if self.shape.width == 1 else self._tree, k)
+        key = "draft", k, self._state.window
+        return self._graphs.run(key, draft, self._logits_BW, self._seen_BV, uniform_BN)
 
     def select(self, rows: Tensor) -> None:
         self.head.select(self._state, rows)
+        self._graphs.clear()
         if self._seen_BV is not None:
             self._seen_BV = self._seen_BV[rows]
 
-    def _chain(self, k: int, uniform_BN: Tensor | None) -> DraftTree:
+    def _chain(self, k: int, logits_BW: Tensor, seen_BV: Tensor | None, uniform_BN: Tensor | None) -> DraftTree:
         """The likeliest token after the likeliest token, or above temperature 0 drawn after drawn."""
-        logits_BW, seen_BV, stops = self._logits_BW, self._seen_BV, self.least > -math.inf
+        stops = self.least > -math.inf
         value_B = logits_BW.new_zeros(len(logits_BW), dtype=torch.float32)
         counts_B = torch.ones_like(value_B, dtype=torch.long) if stops else None
         tokens, q = [], []
@@ -102,17 +108,15 @@ class HeadDrafter(Drafter):
             tokens.append(self.head.to_target_ids(ids_B))
         return DraftTree.chain(torch.stack(tokens, 1), counts_B, torch.stack(q, 1) if q else None)
 
-    def _tree(self, k: int, uniform_BN: Tensor | None) -> DraftTree:
+    def _tree(self, k: int, logits_BW: Tensor, seen_BV: Tensor | None, uniform_BN: Tensor | None) -> DraftTree:
         """Level by level: the `width` best nodes of the level above get `width` children each.
 
         Likeliest children are drafted down to depth k, then the best `nodes` of all are kept: a connected tree, since
         no child has a higher value than its parent, and of equals the shallower is kept. Drawn ones are all kept, and
         end with the number of nodes.
         """
-        width, drawn, seen_BMV = self.shape.width, self.shape.drawn, None
-        logits_BMW = self._logits_BW[:, None]
-        if self._seen_BV is not None:
-            seen_BMV = self._seen_BV[:, None]
+        width, drawn, logits_BMW = self.shape.width, self.shape.drawn, logits_BW[:, None]
+        seen_BMV = None if seen_BV is None else seen_BV[:, None]
         value_BM = logits_BMW.new_zeros(len(logits_BMW), 1, dtype=torch.float32)
         node_BM = torch.full_like(value_BM, -1, dtype=torch.long)
         tokens, parents, values, q = [], [], [], []  # of every level

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headtrain.eval.decoder.decode import decode
+from headtrain.eval.decoder.drafters import Drafting, make_drafter
 from headtrain.eval.decoder.drafters.base import News
 from headtrain.eval.decoder.drafters.head import HeadDrafter
 from headtrain.eval.decoder.drafters.hybrid import choose, merge
@@ -261,3 +263,56 @@ def test_a_merged_tree_of_drawn_and_copied_tokens_keeps_the_targets_distribution
     expected = p * n
     chi2 = float(((torch.bincount(first, minlength=3) - expected) ** 2 / expected).sum())
     assert (chi2 < 14) == exact, chi2  # 14: one in a thousand with two degrees of freedom
+
+
+# ------------------------------------------------------------------------------------------------- in the decoder
+
+@pytest.fixture(scope="module")
+def reference(tiny, prompts, transformers_says):
+    return [transformers_says(tiny[1], prompt, 16) for prompt in prompts]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name, drafting", [
+    ("head", {"tree": "4x16"}), ("head", {"tree": "2x5", "min_confidence": 0.05}), ("head", {"min_confidence": 0.2}),
+    ("head+ngram", {"tree": "3x9"}), ("head+ngram-tree", {}), ("head+ngram-tree", {"tree": "3x9"}),
+])  # fmt: skip
+def test_greedy_text_is_that_of_transformers(name, drafting, batch, target, sharp, prompts, reference):
+    drafter = make_drafter(name, sharp, drafting=Drafting(**drafting))
+    answers = decode(target, drafter, prompts, k=4, max_new_tokens=16, batch=batch)
+    assert [a.ids for a in answers] == reference
+    assert max(step.accepted for a in answers for step in a.steps) > 0
+    assert max(step.nodes for a in answers for step in a.steps) <= drafter.nodes(4)
+
+
+SAMPLING = {"temperature": 1.3, "top_k": 6}
+
+
+@pytest.mark.parametrize("name, drafting", [
+    ("head", {"tree": "2x6"}), ("head", {"tree": "iid-2x6"}), ("head", {"tree": "iid-2x6", "min_confidence": 0.3}),
+    ("head", {"min_confidence": 0.3}), ("head+ngram", {"tree": "iid-2x6"}), ("head+ngram-tree", {}),
+    ("head+ngram-tree", {"tree": "iid-2x6"}), ("head+ngram-tree", {"tree": "2x6"}),
+])  # fmt: skip
+def test_sampled_texts_follow_the_targets_own_distribution(name, drafting, make):
+    """4000 requests of one prompt, three tokens each, against the exact probabilities of every three-token text."""
+    target, theirs = make[0](vocab=8, seed=1)
+    for model in (target, theirs):
+        model.lm_head.weight.data.mul_(0.2)
+    target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id = None, None
+    prompt, n = [6, 7, 6, 7, 3, 6], 4000
+    head = make[1](target, draft_vocab=4)
+    drafter = make_drafter(name, head, Sampling(**SAMPLING), Drafting(**drafting))
+    answers = decode(target, drafter, [prompt] * n, k=2, max_new_tokens=3, batch=2000, **SAMPLING)
+    counts = torch.zeros(8, 8, 8)
+    for answer in answers:
+        counts[tuple(answer.ids)] += 1
+    texts = torch.cartesian_prod(*[torch.arange(8)] * 2)
+    logits = theirs(torch.cat([torch.tensor(prompt).expand(64, -1), texts], 1)).logits.detach()[:, -3:]
+    logits[logits < logits.topk(6, -1).values[..., -1:]] = -torch.inf
+    p = (logits / 1.3).softmax(-1)
+    expected = (p[:, 0].gather(1, texts[:, :1]) * p[:, 1].gather(1, texts[:, 1:]) * p[:, 2]).view(8, 8, 8) * n
+    assert not counts[expected == 0].any()
+    big = expected >= 5
+    chi2, freedom = float(((counts - expected)[big] ** 2 / expected[big]).sum()), int(big.sum())
+    assert freedom > 20 and chi2 < freedom + 4 * (2 * freedom) ** 0.5
+    assert sum(step.accepted for a in answers for step in a.steps) > 0.1 * n
