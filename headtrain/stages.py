@@ -305,7 +305,8 @@ def measured_heads(config: RecipeConfig, run: Path, target: Any) -> dict[str, An
         return {}
     heads = {}
     for name, place in head_folders(run).items():
-        heads[name] = head = load_head(place, target.embed.weight, target.dtype).to(target.device)
+        lent = target.embed.weight, target.dtype, target.lm_head.weight
+        heads[name] = head = load_head(place, *lent).to(target.device)
         c = head.config
         if (c.vocab_size, c.target_hidden_size, c.target_layers) != (
             target.vocab_size, target.hidden_size, target.num_layers
@@ -358,11 +359,12 @@ def offline(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
     asked = read_json(run / "offline" / "settings.json")
     dtype, e = asked.get("dtype", config.eval.dtype), config.eval
-    embedding = load_parts(config.target).embedding.to(getattr(torch, dtype))
+    parts = load_parts(config.target)
+    embedding, lm_head = (x.to(getattr(torch, dtype)) for x in (parts.embedding, parts.lm_head))
     device = "cuda" if config.target.device != "cpu" and torch.cuda.is_available() else "cpu"
     store, results = CaptureStore(run / "captures"), []
     for name, place in asked["heads"].items():
-        head = load_head(place, embedding, embedding.dtype).to(device)
+        head = load_head(place, embedding, embedding.dtype, lm_head).to(device)
         results += measure(name, head, store, run, asked.get("k", e.k), dtype, asked.get("limit"))
     write_json(run / "offline" / "offline.json", {"results": results})
 

@@ -100,6 +100,7 @@ class Head(nn.Module):
 
     Config: type[HeadConfig] = HeadConfig  # a head type with settings of its own has a subclass
     config: HeadConfig
+    borrows_lm_head = False  # whether it drafts with the target's lm_head, which `load_head` then attaches too
 
     def scale_features(self, rms_AT: Tensor) -> None:
         """Tells the head the root mean square of the target's features, float32 [A, T]. Changes no output."""
@@ -115,6 +116,10 @@ class Head(nn.Module):
         With a seed also the closed-form start (headtrain/heads/calibrate.py).
         """
         raise NotImplementedError
+
+    def train_as(self, section: HeadSection) -> None:
+        """Takes over what the recipe says about the training of a head that already exists (`head.init_from`)."""
+        self.config.unroll = section.unroll
 
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
         """Lends the head the target's frozen embedding [V, T] and, for training, its lm_head [V, T] (the teacher)."""
@@ -210,11 +215,14 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
     head.attach(embedding, lm_head)
-    head.rules = recipe.train
-    head.logit_scale = (
-        1 / (getattr(parts.config, "logits_scaling", None) or 1) * (getattr(parts.config, "logit_scale", None) or 1)
-    )
+    head.rules, head.logit_scale = recipe.train, logit_scale(parts)
     return head
+
+
+def logit_scale(parts: TargetParts) -> float:
+    """What the target multiplies the products of its lm_head with (Granite, Cohere)."""
+    divided, times = (getattr(parts.config, name, None) or 1 for name in ("logits_scaling", "logit_scale"))
+    return times / divided
 
 
 def _choose(size: int, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Tensor:
@@ -256,8 +264,7 @@ def _parent(section: HeadSection, parts: TargetParts) -> Head:
             f"head.rebuild_vocab=true: new lm_head rows are the target's, {hidden} wide, and those of the parent "
             f"({where}) are {c.hidden_size} wide; leave it out"
         )
-    c.unroll, c.freeze_lm_head = section.unroll, section.freeze_lm_head
-    head.lm_head.weight.requires_grad_(not c.freeze_lm_head)
+    head.train_as(section)
     return head
 
 
@@ -293,8 +300,14 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     write_json(folder / "config.json", head.portable_config(dtype or torch.float32))
 
 
-def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Head:
-    """Reads a folder written by `save_head`. `embedding` is the target's, [V, T]; needed before the head can run.
+def load_head(
+    folder: str | Path,
+    embedding: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    lm_head: Tensor | None = None,
+) -> Head:
+    """Reads a folder written by `save_head`. `embedding` and `lm_head` are the target's, [V, T]; needed before the head
+    can run, the latter by types that draft with it.
 
     Raises ValueError naming the file and the missing, extra or mis-shaped tensor.
     """
@@ -324,5 +337,5 @@ def load_head(folder: str | Path, embedding: Tensor | None = None, dtype: torch.
     head = kind(config)
     head.load_portable(tensors, str(weights))
     if embedding is not None:
-        head.attach(embedding)
+        head.attach(embedding, lm_head if head.borrows_lm_head else None)
     return head.to(dtype).eval()

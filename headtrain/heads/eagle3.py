@@ -125,6 +125,11 @@ class Eagle3Head(Head):
                 nn.init.normal_(p, std=0.02)
         return head
 
+    def train_as(self, section: HeadSection) -> None:
+        super().train_as(section)
+        self.config.freeze_lm_head = section.freeze_lm_head
+        self.lm_head.weight.requires_grad_(not section.freeze_lm_head)
+
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:
         self._lent["embedding"] = embedding
         if lm_head is not None:

@@ -195,7 +195,7 @@ def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
 def first_rows(store: CaptureStore, values: int = 1 << 28) -> Batch:
     """The first training rows, by id, with so many captured feature values in all, and 40,000 tokens at least: what a
     fresh head is fitted to."""
-    chosen, tokens = [], max(40_000, values // (len(store.taps) * store.hidden))
+    chosen, tokens = [], max(40_000, values // (max(len(store.taps), 1) * store.hidden))
     for row in sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id):
         if tokens <= 0:
             break
