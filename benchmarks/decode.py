@@ -305,7 +305,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for dtype, found in result["dtypes"].items():
         if dtype == "bf16" and not about["bf16"]:
-            text.append("This CPU has no bf16 instructions: bf16 products of more than two rows run in fp32.\n")
+            text.append("This CPU has no bf16 instructions. Ours widens bf16 weights to fp32 as it reads them.\n")
         text += [
             f"## {dtype}: one forward after {CONTEXT} tokens\n",
             table(

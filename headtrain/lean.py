@@ -35,7 +35,7 @@ def speed_up(target: Target) -> None:
         ours = target.forward(**probe)
         pairs = ((ours.last_BLH, own.last_BLH), (ours.taps_BLAH, own.taps_BLAH))
         gap = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-        if gap > (1e-4 if target.dtype == torch.float32 else 0.06):
+        if gap > (1e-3 if target.dtype == torch.float32 else 0.06):  # rounding alone makes 1e-4 of SmolLM2
             target.lean, reason = None, f"the lean one is off by {gap:.2g} of the largest value"
     if reason is not None:
         logging.getLogger(__name__).info("%s runs by its own forward: %s", target.name, reason)
