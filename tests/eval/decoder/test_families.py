@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headtrain.cache import StateCache
 from headtrain.eval.decoder.decode import decode
 from headtrain.eval.decoder.drafters import make_drafter
 from headtrain.target import TargetError, attention
@@ -84,6 +85,14 @@ def test_a_family_that_ignores_the_mask_is_refused_by_name(make, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "headtrain", causal)
     with pytest.raises(TargetError, match="the llama family cannot be decoded here with chains: its logits"):
         decode(target, make_drafter("none"), [[7, 8]], k=0, max_new_tokens=4)
+
+
+def test_a_snapshot_outlives_a_model_that_changes_a_state_in_place():
+    cache = StateCache(1, 4)
+    cache.update_recurrent_state(torch.zeros(1, 2), 0)
+    before = cache.snapshot()
+    cache.get_recurrent_state(0).add_(1)
+    assert before["recurrent", 0, 0].tolist() == [[0, 0]]
 
 
 def test_an_attention_argument_that_would_have_to_be_ignored_is_an_error():
