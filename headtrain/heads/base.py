@@ -141,8 +141,8 @@ class Head(nn.Module):
     def start(self, batch: int, capacity: int) -> Any:
         """An empty drafting state for `batch` requests of at most `capacity` true slots (padding of `extend` included).
 
-        Room for the nodes of `expand` is the head's own to make. Drafting depends on the state's `window`, an int, and
-        on tensors that stay where they are until `select`, so that it can be recorded as a CUDA graph.
+        Room for the nodes of `expand` is the head's own to make. Drafting depends on the state's `graph_key` and on
+        what its tensors hold, nothing else, until `select`: so that it can be recorded as a CUDA graph.
         """
         raise NotImplementedError
 

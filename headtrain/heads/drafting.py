@@ -40,6 +40,11 @@ class DraftState:
         rounded = self.longest if self.keys.device.type == "cpu" else -(-self.longest // BUCKET) * BUCKET
         return min(rounded, self.capacity)
 
+    @property
+    def graph_key(self) -> tuple[int, int]:
+        """What drafting depends on besides its tensors' contents: it changes when a recorded graph no longer fits."""
+        return self.window, self.keys.data_ptr()
+
     def settle(self, width: int, counts_B: Tensor) -> Tensor:
         """Slots for `width` new true tokens per row, int64 [B, L]; the first counts_B[b] are real. Drops all nodes."""
         self.nodes, self.above_BNN = 0, None

@@ -70,8 +70,7 @@ class HeadDrafter(Drafter):
         if k == 0:
             return DraftTree.chain(torch.zeros(len(self._logits_BW), 0, dtype=torch.long, device=self.head.d2t.device))
         draft = partial(self._chain if self.shape.width == 1 else self._tree, k)
-        key = "draft", k, self._state.window
-        return self._graphs.run(key, draft, self._logits_BW, self._seen_BV, uniform_BN)
+        return self._graphs.run(("draft", k, self._state.graph_key), draft, self._logits_BW, self._seen_BV, uniform_BN)
 
     def select(self, rows: Tensor) -> None:
         self.head.select(self._state, rows)
