@@ -1,14 +1,16 @@
 """The cost model: what a step takes for so many drafts and requests, and so where drafting pays.
 
 `measure_costs` times the target's forward and every drafter; the rest are pure functions of those times and of the
-steps that a decoder recorded. With a step's mean accepted drafts A(K), drafting d, a forward v and bookkeeping o:
+steps that a decoder recorded. With the tokens of a step τ(K), drafting d, a forward v and bookkeeping o:
 
-    speed-up(K, B) = (1 + A(K)) · (v(1, B) + o) / (v(1 + drafted, B) + d(K, B) + o)
+    speed-up(K, B) = τ(K) · (v(1, B) + o) / (v(1 + drafted, B) + d(K, B) + o)
 
-Prefill is left out on both sides. A(K) comes from steps at a larger K, cut: min(accepted, K). For a step that starts at
-the same token this is exact for greedy chains, whose first K drafts do not depend on how many follow; where steps
-start does depend on K, so A(K) is an estimate. A tree's nodes depend on its depth, so a tree is only predicted at the
-depths that were decoded.
+Prefill is left out on both sides. τ(K) comes from steps at a larger K in two ways, of which the larger is taken, since
+each can only fall short. Truncated to min(accepted, K), a step is exact for greedy chains from the same token, whose
+first K drafts do not depend on how many follow; but easy stretches, which few long steps cross, weigh too little. Cut
+into as many steps of K drafts as its tokens need, it weighs right, as in copies of earlier text; but a head that drafts
+anew in the middle may do better. A tree's nodes depend on its depth, so a tree is only predicted at the depths that
+were decoded.
 Shapes: B requests, L positions of one forward, N nodes.
 """
 
@@ -17,7 +19,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -222,17 +223,46 @@ class Costs:
 Steps = Mapping[tuple[int, int], int]  # (drafted tokens, or a tree's nodes; accepted) -> number of steps
 
 
-def longest(drafted: Mapping[int, int], k: int, batch: int) -> dict[int, float]:
+def longest(drafted: Mapping[int, float], k: int, batch: int) -> dict[int, float]:
     """Share of batched steps whose longest draft has each length, when each request's is as `drafted`, cut at k.
 
     A batch verifies as many positions as its longest draft needs: P(longest ≤ n) = P(drafted ≤ n) ** batch.
     drafted: length -> number of steps.
     """
-    total, below, seen, out = sum(drafted.values()), 0.0, 0, {}
+    total, below, seen, out = sum(drafted.values()), 0.0, 0.0, {}
     for length in sorted({min(d, k) for d in drafted}):
         seen += sum(n for d, n in drafted.items() if min(d, k) == length)
         out[length] = (seen / total) ** batch - below
         below += out[length]
+    return out
+
+
+def cut(drafted: int, accepted: int, k: int) -> float:
+    """How many steps of at most k drafts emit the tokens of one step that drafted and accepted so many.
+
+    A step that ended by a rejection ends there with any k. One whose drafts all held would have gone on, so what is
+    left of it counts as a part of a step.
+    """
+    tokens = (accepted + 1) / (k + 1)
+    return tokens if accepted == drafted > k else float(math.ceil(tokens))
+
+
+def _truncated(steps: Steps, k: int) -> tuple[float, dict[int, float]]:
+    """(tau, number of steps by drafted tokens) when every step accepts at most k."""
+    tokens = sum(n * (1 + min(accepted, k)) for (_, accepted), n in steps.items())
+    return tokens / sum(steps.values()), _by_drafted((drafted, n) for (drafted, _), n in steps.items())
+
+
+def _cut(steps: Steps, k: int) -> tuple[float, dict[int, float]]:
+    """The same when every step is cut."""
+    drafted = _by_drafted((d, n * cut(d, accepted, k)) for (d, accepted), n in steps.items())
+    return sum(n * (1 + accepted) for (_, accepted), n in steps.items()) / sum(drafted.values()), drafted
+
+
+def _by_drafted(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for drafted, n in pairs:
+        out[drafted] = out.get(drafted, 0.0) + n
     return out
 
 
@@ -242,11 +272,9 @@ def predict(costs: Costs, labels: Labels, steps: Steps, k: int, batch: int, over
     steps: at K ≥ k; a tree's nodes are not cut. overhead: seconds of a step beside drafting and forward, the same for
     any batch.
     """
-    drafted: Counter[int] = Counter()
-    for (count, _), n in steps.items():
-        drafted[count] += n
-    tau = 1 + sum(n * min(accepted, k) for (_, accepted), n in steps.items()) / sum(steps.values())
-    widths = longest(drafted, k if labels[2] == "chain" else max(drafted), batch)
+    tree = labels[2] != "chain"
+    tau, drafted = _truncated(steps, k) if tree else max(_truncated(steps, k), _cut(steps, k), key=lambda way: way[0])
+    widths = longest(drafted, max(drafted) if tree else k, batch)
     verify = sum(share * costs.verify(1 + width, batch) for width, share in widths.items())
     total = verify + costs.draft(labels, k, batch) + overhead
     step = total / (costs.verify(1, batch) + overhead)

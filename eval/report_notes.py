@@ -26,10 +26,9 @@ DEFINITIONS = {
     "settled, verifying is the target's forward and its verdict, the rest are prefill and bookkeeping",
     "cost of a step": "τ / speed-up, both of the timed answers: a drafted step in plain steps",
     "kind": "speed: plain and drafted in turn at batch 1; acceptance: batched, one after the other",
-    "predicted, predicted at 32, predicted τ": "(1 + A) (v(1) + o) / (v(1 + drafted) + d + o). A: mean of "
-    "min(accepted, K) over the steps at the largest K, exact for greedy chains that begin at the same tokens, an "
-    "estimate since with another K they begin at others; v: a forward and d: drafting, timed at that batch; o: what a "
-    "plain step takes beside its forward",
+    "predicted, predicted at 32, predicted τ": "τ (v(1) + o) / (v(1 + drafted) + d + o). τ: the larger of two "
+    "estimates from the steps at the largest K, truncated to min(accepted, K), or cut into as many steps of K drafts "
+    "as their tokens need; v: a forward and d: drafting, timed at that batch; o: a plain step beside its forward",
     "measured, measured τ, error": "speed-up of a timed row, each run's prefill share taken out; predicted / it - 1",
     "best K, best K at 32": "the K with the largest predicted speed-up at that batch",
     "stops paying at": "the smallest batch whose best K is predicted slower than plain decoding; –: none up to 128",

@@ -138,7 +138,7 @@ def swept(ks=(1, 3, 5), **more):
     """Plain, head and n-gram, all timed in turn with every K on answers of the same length, and measured in batches."""
     plain = timed("none", [[0] * 199] * 6, 0)
     rows = [plain, timed("none", [[0] * 199] * 6, 0, 8, "acceptance")]
-    for name, chances in (("head", [0.8, 0.7, 0.6, 0.6, 0.5]), ("ngram", [0.3, 0.8, 0.8, 0.8, 0.8])):
+    for name, chances in (("head", [0.8, 0.7, 0.6, 0.6, 0.5]), ("ngram", [0.6, 0.6, 0.5, 0.5, 0.5])):
         for k in ks:
             for kind, batch, base in (("speed", 1, plain), ("acceptance", 8, rows[1])):
                 made = timed(name, chains(chances, k, 200, 6, seed=k), k, batch, kind, **more)
@@ -154,8 +154,8 @@ def test_predictions_stand_beside_measurements_and_agree_on_a_machine_that_keeps
         assert {p["batch"] for p in one["predictions"]} == set(BATCHES)
         settings = [(kind, k) for kind in ("speed", "acceptance") for k in (1, 3, 5)]
         assert [(check["kind"], check["k"]) for check in one["checks"]] == settings
-        for check in one["checks"]:  # at the K that is predicted from itself exactly, at smaller ones by a cut
-            assert check["error"] == pytest.approx(0, abs=1e-9 if check["k"] == 5 else 0.06)
+        for check in one["checks"]:  # at the K that is predicted from itself exactly, at smaller ones estimated
+            assert check["error"] == pytest.approx(0, abs=1e-9 if check["k"] == 5 else 0.08)
     head = cost["series"][0]
     assert [p["extrapolated"] for p in head["best"]] == [batch > 8 for batch in BATCHES]
     assert head["best"][0]["k"] > head["best"][-1]["k"] and 1 < head["stops_paying"] <= 128
