@@ -1,4 +1,4 @@
-"""Building blocks of heads: rope, and the two fused steps that make the unrolled training forward cheap.
+"""Building blocks of heads: rope, a decoder layer, and the two fused steps that make the unrolled training cheap.
 
 `depth_attention`: attention of one unroll depth in memory linear in the length. `fused_loss`: lm_head + objective on
 the trained rows only, in chunks, with the gradients computed in the forward: no [rows, vocabulary] tensor survives.
@@ -17,9 +17,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headtrain.heads.base import HeadConfig
 from headtrain.heads.objectives import Rows
 
 # ---------------------------------------------------------------------------------------------------- rope
@@ -309,3 +310,42 @@ def fused_loss(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+# ---------------------------------------------------------------------------------------------------- the layer
+
+
+class DecoderLayer(nn.Module):
+    """Parameters of a decoder layer without biases, under the names engines load.
+
+    inputs: width of what the query, key and value projections read. norms: names of the layer's RMS norms.
+    """
+
+    def __init__(self, c: HeadConfig, inputs: int, norms: tuple[str, ...]):
+        super().__init__()
+        h, i = c.hidden_size, c.intermediate_size
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.eps = c.rms_norm_eps
+        self.self_attn = _linears(q_proj=(inputs, q), k_proj=(inputs, kv), v_proj=(inputs, kv), o_proj=(q, h))
+        self.mlp = _linears(gate_proj=(h, i), up_proj=(h, i), down_proj=(i, h))
+        for name in norms:
+            setattr(self, name, nn.Module())
+            getattr(self, name).weight = nn.Parameter(torch.ones(h))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of inputs [..., inputs], one after another: [..., (G J + 2 J) D]."""
+        return torch.cat([self.self_attn[f"{name}_proj"](x) for name in "qkv"], -1)
+
+    def stacked(self) -> Tensor:
+        """The weight of `project`, [(G J + 2 J) D, inputs]."""
+        return torch.cat([self.self_attn[f"{name}_proj"].weight for name in "qkv"])
+
+    def rest(self, residual: Tensor, attended_GJD: Tensor) -> Tensor:
+        """The residual stream [..., H] after the layer, from the one before and what attention gave [..., G, J, D]."""
+        x = residual + self.self_attn["o_proj"](attended_GJD.transpose(-2, -3).flatten(-3))
+        inner = rms_norm(x, self.post_attention_layernorm.weight, self.eps)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](inner)) * self.mlp["up_proj"](inner))
+
+
+def _linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})

@@ -62,7 +62,7 @@ def test_before_the_first_step_it_drafts_what_the_parent_drafts_to_the_bit(warm,
     for split in ("train", "valid"):
         batch = rows(data, split)
         assert torch.equal(head.draft_all(batch, 3), parent.draft_all(batch, 3))
-        assert torch.equal(head._fuse(batch.taps_NAT), parent._fuse(batch.taps_NAT))
+        assert torch.equal(head._features(batch.taps_NAT), parent._features(batch.taps_NAT))
 
 
 def test_training_starts_at_the_parents_acceptance_and_ends_with_its_mapping_everywhere(

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from headtrain.config import TrainConfig
-from headtrain.heads import eagle3
+from headtrain.heads import unrolled
 from headtrain.heads.base import Batch, HeadConfig, load_head, save_head
 from headtrain.heads.eagle3 import Eagle3Head
 from headtrain.heads.vocab import mapping, trained_pairs
@@ -247,13 +247,13 @@ def kept_pairs(head, batch, seed):
     """(slots of every depth, weight of each depth's pairs) that position_keep chooses after this seed."""
     torch.manual_seed(seed)
     reach = trained_pairs(batch.supervised_N, batch.argmax_N, head.t2d_or_none, batch.cu_R1, DEPTHS)[1][0]
-    layout = eagle3._training_layout(eagle3._segments(batch, reach), head.rules.position_keep)
+    layout = unrolled._training_layout(unrolled._segments(batch, reach), head.rules.position_keep)
     return [[p for s in layout(d) for p in range(s.first, s.stop)] for d in range(DEPTHS)]
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.9])
 def test_dropped_positions_leave_the_exact_loss_of_the_kept_ones_weighted_up(monkeypatch, keep):
-    monkeypatch.setattr(eagle3, "BLOCK", 2)
+    monkeypatch.setattr(unrolled, "BLOCK", 2)
     head, slow = make_head(), make_head()
     head.rules.position_keep = keep
     batch = make_batch()
@@ -281,10 +281,10 @@ def test_dropped_positions_leave_the_exact_loss_of_the_kept_ones_weighted_up(mon
 
 def test_so_many_positions_go_on_as_position_keep_says_and_none_is_preferred():
     torch.manual_seed(0)
-    span, rounds = [eagle3.Segment(0, 100, 1100)], 400
+    span, rounds = [unrolled.Segment(0, 100, 1100)], 400
     alive = torch.zeros(4, 1100)
     for _ in range(rounds):
-        layout = eagle3._training_layout(span, 0.7)
+        layout = unrolled._training_layout(span, 0.7)
         for d in range(4):
             for s in layout(d):
                 alive[d, s.first : s.stop] += 1
@@ -307,14 +307,13 @@ def test_feature_weight_adds_the_distance_to_the_targets_hidden_state():
     plain = head(batch).loss.item()
     head.rules.feature_weight, head.rules.decay = 2.0, 0.8
     trained, _ = trained_pairs(batch.supervised_N, batch.argmax_N, head.t2d_or_none, batch.cu_R1, DEPTHS)
-    features = head._fuse(batch.taps_NAT)
+    features = head._features(batch.taps_NAT)
     reach = trained_pairs(batch.supervised_N, batch.argmax_N, None, batch.cu_R1, DEPTHS)[1]
-    w_embed, _ = head._projections()
-    embedded = F.linear(head._embed(batch.ids_N), w_embed)
+    read = head._read(batch.ids_N, head._projections())
     expected = 0.0
-    layout = eagle3._training_layout(eagle3._segments(batch, reach[0]), 1.0)
+    layout = unrolled._training_layout(unrolled._segments(batch, reach[0]), 1.0)
     for d, (slots, normed) in enumerate(
-        head._unroll(batch, features, layout, DEPTHS, lambda d, slots: embedded[(slots + 1 + d).clamp(max=38)])
+        head._unroll(batch, features, layout, DEPTHS, lambda d, slots, _: read[(slots + 1 + d).clamp(max=38)])
     ):
         chosen = trained[d][slots]
         distance = F.smooth_l1_loss(normed[chosen], batch.last_NT[slots[chosen] + 1 + d])
