@@ -85,7 +85,7 @@ class DataConfig:
 class HeadSection:
     type: str = "eagle3"  # kind of head
     taps: list[int] | None = None  # None: [2, L//2, L-3]
-    layers: int = 1  # blocks of the head; eagle3 has 1
+    layers: int | None = None  # peagle: decoder layers; None: 4. The others have 1
     unroll: int = 7  # draft steps that training simulates
     draft_vocab: Any = 32000  # a size, or "full"
     intermediate: int | None = None  # None: the target's
@@ -95,8 +95,13 @@ class HeadSection:
     norm_before_residual: bool = False  # add the normed hidden state as the residual (not every engine can)
     norm_output: bool = False  # feed back the normed output instead of the residual stream
     freeze_lm_head: bool = False  # keep lm_head at the target's rows
+    blocks: int = 1  # medusa: residual blocks of each depth
+    share_lm_head: bool = False  # medusa: one lm_head for all depths, instead of one each
+    train_embedding: bool = False  # peagle: an embedding of its own, from the target's, instead of the frozen one
+    mask_token: int | None = None  # peagle: token read at unknown positions; None: the last that the data does not have
     start: str = "calibrated"  # calibrated (features and copying in closed form) | random
-    init_from: str | None = None  # a head folder to start from, trained or exported; its mapping is kept
+    dialect: str | None = None  # mtp from scratch: how tensors are named and wired, deepseek (None), qwen or mimo
+    init_from: str | None = None  # a head folder to start from (its mapping is kept), or scratch: a new mtp module
     rebuild_vocab: bool = False  # with init_from: choose the draft vocabulary anew and move the lm_head rows that stay
 
 
@@ -145,7 +150,7 @@ class EvalConfig:
     suites: list[str] = field(default_factory=lambda: ["heldout"])  # heldout, a benchmark, NAME=FILE, or a .jsonl file
     limit: int | None = None  # prompts per suite; None: all of one's own, 80 of a benchmark (40 of humaneval)
     k: list[int] = field(default_factory=lambda: [5])  # draft tokens per step; depth of a tree
-    tree: list[str] = field(default_factory=lambda: ["chain"])  # what heads draft: chain, 4x16 (EAGLE-2), iid-2x8
+    tree: list[str] = field(default_factory=lambda: ["chain"])  # of heads: chain, 4x16 (EAGLE-2), iid-2x8, static-16
     temperature: list[float] = field(default_factory=lambda: [0.0])  # 0 = greedy, with an identity check
     top_p: float = 1.0  # above temperature 0
     top_k: int = 0  # above temperature 0; 0 = all tokens
@@ -236,12 +241,22 @@ DRAFTERS = (
     "head", "head+ngram", "head+ngram-tree",
 )  # fmt: skip
 HEAD_DRAFTERS = tuple(name for name in DRAFTERS if name.startswith("head"))
-HEAD_TYPES = ("eagle3",)
-TAPPED = ("eagle3",)  # head types that read taps; the others read the last hidden state alone
+HEAD_TYPES = ("eagle", "eagle3", "medusa", "mtp", "peagle")
+TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the last hidden state alone
+BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head, over its whole vocabulary
+BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends
+SCRATCH = "scratch"  # head.init_from of a head type that otherwise starts from what the target's checkpoint has
+_ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
 # Head keys that only some types read; setting one for another type is an error.
 HEAD_KEYS: dict[str, tuple[str, ...]] = {
-    "taps": TAPPED, "norm_before_residual": ("eagle3",), "norm_output": ("eagle3",),
+    "taps": TAPPED, "norm_before_residual": TAPPED, "norm_output": ("eagle3",),
+    **dict.fromkeys(("intermediate", "heads", "kv_heads", "head_dim", "start"), _ATTENDING),
+    **dict.fromkeys(("freeze_lm_head", "rebuild_vocab"), tuple(kind for kind in HEAD_TYPES if kind not in BORROWED)),
+    "blocks": ("medusa",), "share_lm_head": ("medusa",), "dialect": ("mtp",),
+    **dict.fromkeys(("layers", "train_embedding", "mask_token"), ("peagle",)),
 }  # fmt: skip
+# Train keys that only some head types read.
+TRAIN_KEYS = dict.fromkeys(("noise", "feature_weight", "position_keep", "checkpointing"), _ATTENDING)
 _PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
 
 # What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
@@ -266,9 +281,12 @@ RULES: dict[str, Rule] = {
     "data.captures.dtype": _DTYPE,
     "head.type": _one_of(*HEAD_TYPES),
     "head.taps": _COUNT,
-    "head.layers": _one_of(1),
+    "head.layers": _COUNT,
+    "head.mask_token": _number(0),
+    "head.dialect": _one_of("deepseek", "qwen", "mimo"),
     "head.start": _one_of("calibrated", "random"),
     "head.unroll": _number(1, 64),
+    "head.blocks": _COUNT,
     "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
     **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
     "train.epochs": _number(0, open_low=True),
@@ -312,7 +330,8 @@ RULES: dict[str, Rule] = {
     "eval.top_k": _number(0),
     "eval.min_p": _SHARE,
     "eval.tree": _matching(
-        r"chain|(iid-)?([2-9]|[1-9]\d+)x[1-9]\d*", "chain, WIDTHxNODES such as 4x16, or iid-WIDTHxNODES such as iid-2x8"
+        r"chain|static-[1-9]\d*|(iid-)?([2-9]|[1-9]\d+)x[1-9]\d*",
+        "chain, WIDTHxNODES such as 4x16, iid-WIDTHxNODES such as iid-2x8, or static-NODES such as static-16",
     ),
     "eval.rule": _one_of("exact", "block", "typical"),
     "eval.batch": _COUNT,
@@ -374,18 +393,36 @@ def validate(config: RecipeConfig) -> None:
         raise ConfigError(
             f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
         )
-    _validate_head(head)
+    _validate_head(head, train)
     _validate_eval(config.eval, shape)
 
 
-def _validate_head(head: HeadSection) -> None:
-    for key in fields(HeadSection):
-        types = HEAD_KEYS.get(key.name, HEAD_TYPES)
-        if head.type not in types and getattr(head, key.name) != key.default:
-            raise ConfigError(
-                f"head.{key.name}={getattr(head, key.name)}: heads of type {head.type} have no such setting "
-                f"(only {', '.join(types)}); leave it out"
-            )
+def _validate_head(head: HeadSection, train: TrainConfig) -> None:
+    for section, node, owners in (("head", head, HEAD_KEYS), ("train", train, TRAIN_KEYS)):
+        for key in fields(node):
+            types, value = owners.get(key.name, HEAD_TYPES), getattr(node, key.name)
+            if head.type not in types and value != key.default:
+                raise ConfigError(
+                    f"{section}.{key.name}={value}: heads of type {head.type} have no such setting "
+                    f"(only {', '.join(types)}); leave it out"
+                )
+    if head.type == "mtp" and head.init_from is None:
+        for key in ("intermediate", "heads", "kv_heads", "head_dim", "dialect"):
+            if (value := getattr(head, key)) is not None:
+                raise ConfigError(
+                    f"head.{key}={value}: the target's own MTP module has a {key} already; leave it out, "
+                    f"or set head.init_from={SCRATCH} for a new module"
+                )
+    if head.type in BORROWED and head.draft_vocab != "full":
+        raise ConfigError(
+            f"head.draft_vocab={head.draft_vocab}: heads of type {head.type} draft with the target's own lm_head, over "
+            "all its tokens; set head.draft_vocab=full"
+        )
+    if head.type == "medusa" and not head.share_lm_head:
+        if head.freeze_lm_head:
+            raise ConfigError("head.freeze_lm_head=true: frozen copies would all be the same; set head.share_lm_head")
+        if train.weights != "decay":
+            raise ConfigError(f"train.weights={train.weights}: depths are weighed together; set head.share_lm_head")
 
 
 def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:

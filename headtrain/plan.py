@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from headtrain.config import ConfigError, RecipeConfig, ShapeConfig
+from headtrain.config import TAPPED, ConfigError, RecipeConfig, ShapeConfig
 from headtrain.files import free_bytes, locate
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -39,6 +39,7 @@ class Model:
     head_kv_heads: int
     head_dim: int
     head_intermediate: int
+    medusa: tuple[int, int, int] | None = None  # of a medusa head: depths, blocks of each, lm_heads
 
     @property
     def target(self) -> int:
@@ -54,8 +55,14 @@ class Model:
 
     @property
     def head(self) -> int:
-        """fc, one block whose attention reads 2 x hidden, the norms, lm_head over the draft vocabulary."""
+        """fc, one block whose attention reads 2 x hidden, the norms, lm_head over the draft vocabulary.
+
+        Medusa: residual blocks and their lm_heads.
+        """
         h = self.shape.hidden
+        if self.medusa:
+            depths, blocks, lm_heads = self.medusa
+            return depths * blocks * (h * h + h) + lm_heads * self.draft_vocab * h
         attention = 2 * h * self.head_dim * (self.head_heads + 2 * self.head_kv_heads)
         attention += self.head_heads * self.head_dim * h
         return self.taps * h * h + attention + 3 * h * self.head_intermediate + 4 * h + self.draft_vocab * h
@@ -63,7 +70,7 @@ class Model:
     @property
     def frozen(self) -> int:
         """Lent to the head while it trains: the target's embedding, and lm_head's rows of the draft vocabulary."""
-        return (self.shape.vocab + self.draft_vocab) * self.shape.hidden
+        return ((0 if self.medusa else self.shape.vocab) + self.draft_vocab) * self.shape.hidden
 
 
 def shape_of(config: RecipeConfig) -> ShapeConfig:
@@ -106,12 +113,13 @@ def model_of(config: RecipeConfig) -> Model:
     shape, head = shape_of(config), config.head
     return Model(
         shape=shape,
-        taps=len(head.taps) if head.taps is not None else 3,
+        taps=0 if head.type not in TAPPED else len(head.taps) if head.taps is not None else 3,
         draft_vocab=shape.vocab if head.draft_vocab == "full" else int(head.draft_vocab),
         head_heads=head.heads or shape.heads,
         head_kv_heads=head.kv_heads or shape.kv_heads,
         head_dim=head.head_dim or shape.head_dim,
         head_intermediate=head.intermediate or shape.intermediate,
+        medusa=(head.unroll, head.blocks, 1 if head.share_lm_head else head.unroll) if head.type == "medusa" else None,
     )
 
 
@@ -126,7 +134,7 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
         state = 0
     state += 4 if config.train.ema and state else 0
     s, tokens = model.shape, config.train.batch_tokens
-    depth = 14 * s.hidden + 4 * model.head_intermediate
+    depth = 3 * config.head.blocks * s.hidden if model.medusa else 14 * s.hidden + 4 * model.head_intermediate
     kept = config.head.unroll * depth
     if config.train.checkpointing:  # one depth at a time, and between depths hidden states, keys and values
         kept = config.head.unroll * (2 * s.hidden + 2 * model.head_kv_heads * model.head_dim) + depth
@@ -195,7 +203,11 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
     """Seconds of answering and of training, for `rows` rows of the longest length."""
     total, new = rows * row_tokens(config), rows * min(config.data.responses.max_new_tokens, row_tokens(config))
     passes = config.train.epochs
-    flops_per_trained = 6 * model.head * (1 + 0.8 * (config.head.unroll - 1))
+    used = model.head * (1 + 0.8 * (config.head.unroll - 1))
+    if model.medusa:  # every depth has blocks of its own, and uses an lm_head
+        depths, _, lm_heads = model.medusa
+        used = model.head + (depths - lm_heads) * model.draft_vocab * model.shape.hidden
+    flops_per_trained = 6 * used
     if devices.gpus == 0:
         speed = CPU_FLOPS * devices.cores
         answering = 2 * model.target * total / speed

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import ConfigError, PromptFilter, PromptSource, RecipeConfig, ShapeConfig
+from headtrain.config import BY_DEPTH, SCRATCH, ConfigError, PromptFilter, PromptSource, RecipeConfig, ShapeConfig
 
 PROMPTS = "package:headtrain.data_gen/smoke_prompts.jsonl"
 SHAPE = ShapeConfig(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=384)
@@ -35,7 +35,8 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.data.responses.max_new_tokens, small.data.responses.batch_tokens = 24, 2048
     head, train = small.head, small.train
     head.draft_vocab = "full" if config.head.draft_vocab == "full" else 128
-    head.intermediate = head.heads = head.kv_heads = head.head_dim = head.init_from = None
+    head.intermediate = head.heads = head.kv_heads = head.head_dim = None
+    head.init_from = SCRATCH if head.type == "mtp" else None  # the tiny target has no MTP layers
     if head.taps is not None:
         head.taps = [2, 4, 5][: len(head.taps)]
     head.unroll = min(head.unroll, 3)
@@ -43,7 +44,8 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     train.batch_tokens, train.accumulate, train.precision = 512, 1, "fp32"
     train.save_every, train.eval_every, train.eval_rows, train.log_every = 5, 5, 4, 2
     train.threads, train.offload, train.decode_prompts = 1, False, min(train.decode_prompts, 4)
-    small.eval.suites, small.eval.limit, small.eval.k, small.eval.batch = ["heldout"], 4, [3], [4]
+    small.eval.suites, small.eval.limit, small.eval.batch = ["heldout"], 4, [4]
+    small.eval.k = [min(3, head.unroll) if head.type in BY_DEPTH else 3]
     small.eval.dtype, small.eval.max_new_tokens = "float32", 24
     small.eval.speed_prompts, small.eval.speed_tokens = [2], 16
     small.eval.cost_batches = small.eval.cost_batches[:1]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headtrain.children import NOTE
-from headtrain.config import HEAD_DRAFTERS, TAPPED, ConfigError, RecipeConfig, TargetConfig
+from headtrain.config import BY_DEPTH, HEAD_DRAFTERS, TAPPED, ConfigError, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, locked, read_json, write_json
 from headtrain.hardware import fast_bf16
 
@@ -94,9 +94,11 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
         print(f"{NOTE}this CPU is several times slower in bfloat16 than in float32; set {keys}", flush=True)
     if "training" in coming or "captures" in coming:
         taps_of(config, text.num_hidden_layers)
-    vocab = config.head.draft_vocab
+    head, vocab, deepest = config.head, config.head.draft_vocab, max(config.eval.k)
     if "training" in coming and isinstance(vocab, int) and vocab > text.vocab_size:
         raise ConfigError(f"head.draft_vocab={vocab}: the target has {text.vocab_size} tokens")
+    if "training" in coming and head.type in BY_DEPTH and deepest > head.unroll:
+        raise ConfigError(f"eval.k={deepest}: a {head.type} head drafts at most head.unroll={head.unroll} tokens")
     if "report" in coming:
         check_eval(config, run, text.num_hidden_layers)
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headtrain.config import HeadSection, RecipeConfig
+from headtrain.config import SCRATCH, HeadSection, RecipeConfig
 from headtrain.files import locate
 from headtrain.heads.vocab import choose_draft_vocab, coverage, draft_size, mapping, moved_rows
 from headtrain.target import TargetParts
 
 log = logging.getLogger(__name__)
+RANKS = 10  # likeliest tokens of a depth that are told apart
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Head(nn.Module):
     Config: type[HeadConfig] = HeadConfig  # a head type with settings of its own has a subclass
     config: HeadConfig
     borrows_lm_head = False  # whether it drafts with the target's lm_head, which `load_head` then attaches too
+    by_depth = False  # whether what it says hangs on the depth alone, whatever was drafted; depths: config.unroll
 
     def scale_features(self, rms_AT: Tensor) -> None:
         """Tells the head the root mean square of the target's features, float32 [A, T]. Changes no output."""
@@ -131,6 +133,17 @@ class Head(nn.Module):
         Slot p's chain sees the true tokens up to p+1 and its own drafts after that.
         """
         raise NotImplementedError
+
+    def ranked(self, batch: Batch, depths: int) -> Tensor:
+        """For heads that draft by depth: `draft_all` with each depth's likeliest tokens, int64 [N, depths, ranks].
+
+        How often they are right is kept in `config.accuracy` by the trainer; static trees are made from it.
+        """
+        raise NotImplementedError
+
+    @property
+    def ranks(self) -> int:
+        return min(RANKS, self.config.draft_vocab_size)
 
     # training
     def forward(self, batch: Batch) -> HeadOutput:
@@ -174,8 +187,18 @@ class Head(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]
 
+    def outputs(self) -> list[nn.Linear]:
+        """The layers that have a row per draft token."""
+        return [self.lm_head]
 
-HEADS = {"eagle3": "eagle3.Eagle3Head"}  # by head.type: module of this package, and class
+
+HEADS = {  # by head.type: module of this package, and class
+    "eagle": "eagle.EagleHead",
+    "eagle3": "eagle3.Eagle3Head",
+    "medusa": "medusa.MedusaHead",
+    "mtp": "mtp.MtpHead",
+    "peagle": "peagle.PEagleHead",
+}
 
 
 def head_class(kind: str) -> type[Head]:
@@ -194,7 +217,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
     for the sizes of the features and, with head.start=calibrated, the closed-form start.
     """
     section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
-    if section.init_from:
+    if section.init_from not in (None, SCRATCH):
         head = _parent(section, parts)
         words = "mapping taken from parent"
         if section.rebuild_vocab:
@@ -247,7 +270,7 @@ def _parent(section: HeadSection, parts: TargetParts) -> Head:
     fixed = {
         "type": c.type, "taps": c.taps, "heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads,
         "head_dim": c.head_dim, "intermediate": c.intermediate_size, "norm_before_residual": c.norm_before_residual,
-        "norm_output": c.norm_output,
+        "norm_output": c.norm_output, "layers": getattr(c, "layers", 1),
     }  # fmt: skip
     for key, own in fixed.items():
         if (asked := getattr(section, key)) not in (None, own):
@@ -270,17 +293,33 @@ def _parent(section: HeadSection, parts: TargetParts) -> Head:
 
 def _change_vocab(head: Head, selected: Tensor, target_VT: Tensor) -> int:
     """Gives the head another draft vocabulary (ascending target ids); returns how many lm_head rows it keeps."""
-    old, weight = head.t2d.nonzero()[:, 0], head.lm_head.weight
-    rows, kept = moved_rows(weight.detach(), old, selected, target_VT)
-    head.lm_head.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
-    head.lm_head.out_features = head.config.draft_vocab_size = len(selected)
+    old = head.t2d.nonzero()[:, 0]
+    for layer in head.outputs():
+        rows, kept = moved_rows(layer.weight.detach(), old, selected, target_VT)
+        layer.weight = nn.Parameter(rows, requires_grad=layer.weight.requires_grad)
+        layer.out_features = head.config.draft_vocab_size = len(selected)
     head.d2t, head.t2d = mapping(selected, len(target_VT))
     return kept
 
 
 def feature_size(sample: Batch) -> Tensor:
-    """Root mean square of every feature over a sample's positions, float32 [A, T]."""
-    return sample.taps_NAT.float().square().mean(0).sqrt()
+    """Root mean square of every feature over a sample's positions, float32 [A, T]; without taps of the last hidden state,
+    [1, T]."""
+    features_NAT = sample.taps_NAT if sample.taps_NAT.shape[1] else sample.last_NT[:, None]
+    return features_NAT.float().square().mean(0).sqrt()
+
+
+def check_tensors(wanted: dict[str, Tensor], found: dict[str, Tensor], where: str) -> None:
+    """ValueError listing every missing, unknown or mis-shaped tensor of file `where`."""
+    faults = [f"{name} is missing" for name in wanted.keys() - found.keys()]
+    faults += [f"{name} is not a tensor of this head" for name in found.keys() - wanted.keys()]
+    faults += [
+        f"{name} has shape {list(found[name].shape)}, not {list(wanted[name].shape)}"
+        for name in wanted.keys() & found.keys()
+        if found[name].shape != wanted[name].shape
+    ]
+    if faults:
+        raise ValueError(f"{where}: " + "; ".join(sorted(faults)))
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -1,6 +1,6 @@
 """Greedy chain decoding, simulated on captures: how many drafts would have been accepted, without running the target.
 
-Pure functions. N packed positions, R documents, K draft tokens.
+Pure functions. N packed positions, R documents (in rank_hits: ranks), K draft tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from headtrain.heads.base import Batch
+from headtrain.heads.vocab import trained_pairs
 
 
 def correct_prefix(drafts_NK: Tensor, argmax_N: Tensor) -> Tensor:
@@ -20,6 +23,18 @@ def correct_prefix(drafts_NK: Tensor, argmax_N: Tensor) -> Tensor:
     teacher = torch.arange(n, device=argmax_N.device)[:, None] + 1 + torch.arange(k, device=argmax_N.device)
     right = (drafts_NK == argmax_N.long()[teacher.clamp(max=n - 1)]) & (teacher < n)
     return right.long().cumprod(1).sum(1)
+
+
+def rank_hits(ranked_NKR: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """How often each of a depth's likeliest tokens is the target's choice, over all supervised pairs (slot, depth).
+
+    ranked_NKR: `Head.ranked`. Returns int64 [K, R] and the number of pairs, int64 [K].
+    """
+    n, k, _ = ranked_NKR.shape
+    _, reach_KN = trained_pairs(batch.supervised_N, batch.argmax_N, None, batch.cu_R1, k)
+    teacher_NK = torch.arange(n)[:, None] + 1 + torch.arange(k)
+    hit_NKR = ranked_NKR == batch.argmax_N[teacher_NK.clamp(max=n - 1)][..., None]
+    return (hit_NKR & reach_KN.T[..., None]).sum(0), reach_KN.sum(1)
 
 
 def spans(supervised_N: Tensor, cu_R1: Tensor) -> list[tuple[int, int]]:

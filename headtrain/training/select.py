@@ -1,6 +1,6 @@
 """Which head a run ends with: the one with the highest τ on validation data, and when more training is no use.
 
-Shapes: K draft tokens.
+Shapes: N packed positions, K draft tokens, R ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from headtrain.data_gen.store import CaptureStore
 from headtrain.files import fsync_folder, read_json, write_json, writing
 from headtrain.heads.base import Batch, Head, save_head
-from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram
+from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram, rank_hits
 from headtrain.training.batches import collate
 from headtrain.training.ranks import Ranks
 
@@ -23,14 +23,26 @@ from headtrain.training.ranks import Ranks
 def simulate(head: Head, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks) -> Acceptance:
     """Simulated greedy chain decoding with k drafts over validation rows, which the processes share.
 
-    Every process must call it.
+    A head that drafts by depth is told how often each depth's likeliest tokens are right. Every process must call it.
     """
     steps_K1 = torch.zeros(k + 1, dtype=torch.long)
+    hits_KR, pairs_K = torch.zeros(k, head.ranks, dtype=torch.long), torch.zeros(k, dtype=torch.long)
     for chosen in packed(rows[ranks.rank :: ranks.world], batch_tokens):
         batch: Batch = collate([store.read(row) for row in chosen], [row.id for row in chosen])
-        drafts_NK = head.draft_all(batch.to(ranks.device, next(head.parameters()).dtype), k).cpu()
+        moved = batch.to(ranks.device, next(head.parameters()).dtype)
+        if head.by_depth:
+            ranked_NKR = head.ranked(moved, k).cpu()
+            drafts_NK = ranked_NKR[..., 0]
+            for total, found in zip((hits_KR, pairs_K), rank_hits(ranked_NKR, batch), strict=True):
+                total += found
+        else:
+            drafts_NK = head.draft_all(moved, k).cpu()
         accepted = accepted_chain(drafts_NK, batch.argmax_N, batch.supervised_N, batch.cu_R1, k)
         steps_K1 += torch.bincount(torch.tensor(accepted, dtype=torch.long), minlength=k + 1)
+    if head.by_depth:
+        hits_KR, pairs_K = (ranks.sum(total.to(ranks.device)).cpu() for total in (hits_KR, pairs_K))
+        shares_KR = (hits_KR / pairs_K.clamp(min=1)[:, None]).double()
+        head.config.accuracy = [[round(share, 4) for share in row] for row in shares_KR.tolist()]
     return from_histogram(ranks.sum(steps_K1.to(ranks.device)).cpu())
 
 

@@ -1,4 +1,4 @@
-"""A trained head as a drafter: chains, EAGLE-2's dynamic trees, and trees of drawn tokens.
+"""A trained head as a drafter: chains, EAGLE-2's dynamic trees, trees of drawn tokens, and Medusa's static ones.
 
 The confidence in a draft token is the probability that the head gives it, under the request's own sampling; a node's
 *value* is the product of confidences from the root down to it, kept as a logarithm. Whether a token is drafted never
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headtrain.eval.decoder.drafters.base import Drafter, News
-from headtrain.eval.decoder.drafters.shape import TreeShape
+from headtrain.eval.decoder.drafters.shape import TreeShape, static_tree
 from headtrain.eval.decoder.graphs import Graphs
 from headtrain.eval.decoder.kernels import draft_topk
 from headtrain.eval.decoder.sampling import Sampling, adjust, draw, probabilities
@@ -31,7 +31,8 @@ NOT_THERE = -math.inf  # the value of a node that is not proposed
 class HeadDrafter(Drafter):
     """min_confidence: a node whose value is below it is not drafted on from; 0: every node may be.
 
-    Raises ValueError for a tree of drawn tokens at temperature 0 and for one wider than the draft vocabulary.
+    Raises ValueError for a tree of drawn tokens at temperature 0, for one wider than the draft vocabulary, and for a
+    static one where the head has no accuracies to make it from.
     """
 
     name = "head"
@@ -44,8 +45,21 @@ class HeadDrafter(Drafter):
             raise ValueError("a tree of drawn tokens (iid-…) needs a temperature above 0; at 0 use chain or 4x16")
         if self.shape.width > words:
             raise ValueError(f"a tree of width {self.shape.width} needs as many draft tokens; the head has {words}")
+        if self.shape.static:
+            self._check_static()
+        self._static_trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _check_static(self) -> None:
+        if not self.head.by_depth:
+            raise ValueError(f"a static tree is for heads that draft by depth; this one is {self.head.config.type}")
+        if not self.head.config.accuracy:
+            raise ValueError("a static tree is made from accuracies, and the head has none: train with data.valid")
+        if self.least > -math.inf:
+            raise ValueError("min_confidence needs a chain or a dynamic tree: a static one is the same in every step")
 
     def nodes(self, k: int) -> int:
+        if self.head.by_depth and k > (most := self.head.config.unroll):
+            raise ValueError(f"k={k}: the head drafts at most {most} tokens")
         return self.shape.kept(k)
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
@@ -69,7 +83,8 @@ class HeadDrafter(Drafter):
     def propose(self, k: int, uniform_BN: Tensor | None = None) -> DraftTree:
         if k == 0:
             return DraftTree.chain(torch.zeros(len(self._logits_BW), 0, dtype=torch.long, device=self.head.d2t.device))
-        draft = partial(self._chain if self.shape.width == 1 else self._tree, k)
+        way = self._static if self.shape.static else self._tree if self.shape.width > 1 else self._chain
+        draft = partial(way, k)
         return self._graphs.run(("draft", k, self._state.graph_key), draft, self._logits_BW, self._seen_BV, uniform_BN)
 
     def select(self, rows: Tensor) -> None:
@@ -139,7 +154,7 @@ class HeadDrafter(Drafter):
                 token_BC, gain_BC, q_BCV = self._drawn(logits_BMW, seen_BMV, uniform_BN[:, first:end])
                 q.append(q_BCV)
             else:
-                token_BC, gain_BC = self._likeliest(logits_BMW, seen_BMV)
+                token_BC, gain_BC = self._likeliest(logits_BMW, seen_BMV, width)
             above_BC, parent_BC = (x.repeat_interleave(width, 1)[:, : end - first] for x in (value_BM, node_BM))
             tokens.append(token_BC)
             parents.append(parent_BC)
@@ -159,13 +174,37 @@ class HeadDrafter(Drafter):
             done_B |= best_B <= worst_B
         return bool(done_B.all())
 
-    def _likeliest(self, logits_BMW: Tensor, seen_BMV: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _static(self, k: int, logits_BW: Tensor, seen_BV: Tensor | None, uniform_BN: Tensor | None) -> DraftTree:
+        """The likeliest tokens of each depth, one list for all its nodes, put where the tree says.
+
+        A repetition penalty counts the text alone, not a node's ancestors.
+        """
+        depth_N, rank_N, parents_N = self._static_tree(k)
+        seen_B1V, tokens = None if seen_BV is None else seen_BV[:, None], []
+        for depth in range(min(k, len(self.head.config.accuracy))):
+            if depth:
+                logits_BW = self.head.expand(self._state, tokens[-1][:, :1])[0][:, 0]
+            tokens.append(self._likeliest(logits_BW[:, None], seen_B1V, self.head.ranks)[0])
+        tokens_BN = torch.stack(tokens, 1)[:, depth_N, rank_N]
+        counts_B = torch.full_like(tokens_BN[:, 0], len(depth_N))
+        return DraftTree(tokens_BN, parents_N, counts_B, chain_shaped=False)
+
+    def _static_tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(depth from 0, rank, parent) of each node of the tree at most k deep, int64 [N] on the head's device."""
+        if k not in self._static_trees:
+            paths = static_tree(self.head.config.accuracy[:k], self.shape.nodes)
+            place = {path: node for node, path in enumerate(paths)} | {(): -1}
+            nodes = [(len(path) - 1, path[-1], place[path[:-1]]) for path in paths]
+            self._static_trees[k] = tuple(torch.tensor(nodes, device=self.head.d2t.device).T)
+        return self._static_trees[k]
+
+    def _likeliest(self, logits_BMW: Tensor, seen_BMV: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
         """The `width` likeliest children of each node, likeliest first: target ids and log-confidences, [B, C]."""
         scores_BMW = adjust(logits_BMW, self.sampling, seen_BMV, self._ids_W)
         if not self.sampling.greedy:
             scores_BMW = probabilities(logits_BMW, self.sampling, seen_BMV, self._ids_W).log()
         d2t_W = None if self._ids_W is None else self.head.d2t
-        gain_MK, _, ids_MK = draft_topk(scores_BMW.flatten(0, 1), self.shape.width, d2t_W)
+        gain_MK, _, ids_MK = draft_topk(scores_BMW.flatten(0, 1), width, d2t_W)
         batch = len(logits_BMW)
         return ids_MK.view(batch, -1), gain_MK.view(batch, -1).clamp_max(0)  # rounding may lift it above 0
 
