@@ -303,8 +303,10 @@ def _change_vocab(head: Head, selected: Tensor, target_VT: Tensor) -> int:
 
 
 def feature_size(sample: Batch) -> Tensor:
-    """Root mean square of every feature over a sample's positions, float32 [A, T]; without taps of the last hidden state,
-    [1, T]."""
+    """Root mean square of every feature over a sample's positions, float32 [A, T].
+
+    Where no taps are captured: of the last hidden state, [1, T].
+    """
     features_NAT = sample.taps_NAT if sample.taps_NAT.shape[1] else sample.last_NT[:, None]
     return features_NAT.float().square().mean(0).sqrt()
 

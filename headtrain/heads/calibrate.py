@@ -59,7 +59,7 @@ def calibrate(head: Eagle3Head, sample: Batch, parts: TargetParts, seed: int) ->
     read_CH = torch.zeros_like(values_CH)
     rows = [j * c.head_dim + d for j, _ in reading for d in range(c.head_dim)]  # values that reading heads hand on
 
-    slots = _slots_with_next(sample)
+    slots = slots_with_next(sample)
     taps_PF = sample.taps_NAT[slots].flatten(1).float() * head.feature_scale.to(device)
     wanted_PH = directions_VH[sample.ids_N[slots + 2]]
     wanted_PH = wanted_PH - wanted_PH @ room @ room.T
@@ -80,7 +80,7 @@ def calibrate(head: Eagle3Head, sample: Batch, parts: TargetParts, seed: int) ->
     head.fc.weight.copy_(fc_FH.T)
     room_2HK = [size * room_HK for room_HK in room_2HK]
     _set_heads(head, copying, reading, code_HK, room_2HK, values_CH, COPY * copied_CH, read_CH, generator)
-    _temper(head, sample)
+    temper(head, sample)
 
 
 def _query_heads(head: Eagle3Head) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -153,7 +153,7 @@ def token_code(tokens_VH: Tensor, counts_V: Tensor, size: int) -> Tensor:
     return axes_HH[:, -size:] / variance_H[-size:].clamp(min=1e-4 * variance_H[-1]).sqrt()
 
 
-def _temper(head: Eagle3Head, sample: Batch) -> None:
+def temper(head: Eagle3Head, sample: Batch) -> None:
     """Scales the final norm so that the training loss is lowest: raw, the head is far too sure of its drafts."""
     rows = int(torch.searchsorted(sample.cu_R1, TEMPERED, right=True)) - 1 or 1
     length = int(sample.cu_R1[rows])
@@ -168,7 +168,7 @@ def _temper(head: Eagle3Head, sample: Batch) -> None:
     head.norm.weight.copy_(SCALES[losses.index(min(losses))] * weight_H)
 
 
-def _slots_with_next(sample: Batch) -> Tensor:
+def slots_with_next(sample: Batch) -> Tensor:
     """Slots p whose token p+2 lies in the same document: int64 [P]."""
     ends = sample.cu_R1[1:].long()
     index = torch.arange(len(sample.ids_N), device=ends.device)
