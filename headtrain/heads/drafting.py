@@ -96,15 +96,7 @@ class DraftState:
             slots_BN = self.length_B[:, None] + torch.arange(self.nodes, device=device)
             own_BMN = self.above_BNN[:, -m:]
             seen_BMW.scatter_(2, slots_BN[:, None].expand_as(own_BMN), own_BMN)
-        if m > 1:  # one row for each of a key head's query heads
-            seen_BMW = seen_BMW.repeat_interleave(q_BMGJD.shape[2], 1)
-        out = F.scaled_dot_product_attention(
-            q_BMGJD.permute(0, 3, 1, 2, 4).flatten(2, 3),  # the query heads of a key head stand as more queries
-            self.keys[:, :window].transpose(1, 2),
-            self.values[:, :window].transpose(1, 2),
-            attn_mask=seen_BMW[:, None],
-        )
-        return out.unflatten(2, (m, -1)).permute(0, 2, 3, 1, 4)
+        return attend(q_BMGJD, self.keys[:, :window], self.values[:, :window], seen_BMW)
 
     def remember(self, hidden_BMH: Tensor) -> None:
         """Keeps the hidden of the newest M nodes (of the root while there are none), which their children are fed."""
@@ -115,3 +107,17 @@ class DraftState:
         self.nodes, self.above_BNN = 0, None
         self.keys, self.values, self.hidden_BNH = self.keys[rows], self.values[rows], self.hidden_BNH[rows]
         self.length_B = self.length_B[rows]
+
+
+def attend(q_BMGJD: Tensor, keys_BWJD: Tensor, values_BWJD: Tensor, seen_BMW: Tensor) -> Tensor:
+    """Attention of M queries, each to the slots that seen_BMW (bool) gives it: [B, M, G, J, D]."""
+    m = q_BMGJD.shape[1]
+    if m > 1:  # one row for each of a key head's query heads
+        seen_BMW = seen_BMW.repeat_interleave(q_BMGJD.shape[2], 1)
+    out = F.scaled_dot_product_attention(
+        q_BMGJD.permute(0, 3, 1, 2, 4).flatten(2, 3),  # the query heads of a key head stand as more queries
+        keys_BWJD.transpose(1, 2),
+        values_BWJD.transpose(1, 2),
+        attn_mask=seen_BMW[:, None],
+    )
+    return out.unflatten(2, (m, -1)).permute(0, 2, 3, 1, 4)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from headtrain.config import HeadSection
@@ -32,7 +31,7 @@ from headtrain.heads.unrolled import Layout, _slots
 from headtrain.target import TargetParts
 
 LAYERS = 4
-PIECE = 2048  # slots whose mask rows are computed together; with more, each piece is computed again in the backward pass
+PIECE = 2048  # slots whose mask rows are computed together; of several pieces, each once more in the backward pass
 
 
 @dataclass
@@ -79,7 +78,7 @@ class PEagleHead(Eagle3Head):
         super().__init__(config)
         c, norms = config, ("input_layernorm", "post_attention_layernorm")
         self.layers = nn.ModuleDict({str(i): DecoderLayer(c, c.hidden_size, norms) for i in range(1, c.layers)})
-        self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))  # of unit size, as the features it replaces
+        self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))  # stands for features of unit size
         if c.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab_size, c.target_hidden_size)
 
@@ -99,7 +98,7 @@ class PEagleHead(Eagle3Head):
     def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
         """Later layers start as the identity, so that EAGLE-3's start holds; mask rows see the average features."""
         c = self.config
-        if c.mask_token < 0:  # the last one that the text does not have: unused rows stand at the end of most embeddings
+        if c.mask_token < 0:  # the last that the text does not have: most embeddings end with unused rows
             unused_V = torch.bincount(sample.ids_N, minlength=c.vocab_size) == 0
             c.mask_token = int(unused_V.nonzero()[-1]) if unused_V.any() else c.vocab_size - 1
         for layer in self.layers.values():
@@ -208,15 +207,15 @@ class PEagleHead(Eagle3Head):
         token, taps = self._mask
         entered = self._join(self._read(token, weights), self._features(taps), weights)
         qkv, residual = (x.expand(len(positions), -1) for x in entered)  # every mask row reads the same
-        for number, (layer, text) in enumerate(zip(self._stack, cache, strict=True)):
-            if number:
-                qkv, residual = self._into(layer, x)
+        for (layer, above), text in zip(pairwise([*self._stack, None]), cache, strict=True):
             q_D, k_D, v_D = (x.split(sizes) for x in self._split(qkv, positions))
             attended = []
             for d, segments in enumerate(segments_D):
                 diagonals = [(_at(k_D[j], kept[d][j]), _at(v_D[j], kept[d][j])) for j in range(d)]
                 attended.append(depth_attention(q_D[d], *text, [*diagonals, (k_D[d], v_D[d])], segments, scale))
             x = layer.rest(residual, torch.cat(attended))
+            if above:
+                qkv, residual = self._into(above, x)
         return self._last_norm(x).split(sizes)
 
     # ------------------------------------------------------------------------------------------------ drafting
@@ -248,7 +247,7 @@ class PEagleHead(Eagle3Head):
 
     @torch.no_grad()
     def expand(self, state: DraftAhead, tokens_BM, parents_BM=None) -> tuple[Tensor, Tensor]:
-        """Answers by the nodes' depths. Depths beyond those drafted by `extend` take another forward for each `unroll`."""
+        """Answers by the nodes' depths. Beyond the depths that `extend` drafted, every `unroll` more take a forward."""
         state.calls += 1
         state.deepest = max(state.deepest, state.calls)
         logits_BKW, hidden_BKH = state.drafts()
@@ -278,22 +277,23 @@ class PEagleHead(Eagle3Head):
         c, window = self.config, state.window + ahead
         seen_BRS = torch.arange(window, device=slots_BR.device) <= slots_BR[..., None]
         rows_B1 = torch.arange(len(slots_BR), device=slots_BR.device)[:, None]
-        for number, layer in enumerate(self._stack):
-            if number:
-                qkv, residual = self._into(layer, x)
+        for number, (layer, above) in enumerate(pairwise([*self._stack, None])):
             q, k, v = self._split(qkv, slots_BR)
             heads = slice(number * c.num_key_value_heads, (number + 1) * c.num_key_value_heads)
             state.keys[rows_B1, slots_BR, heads], state.values[rows_B1, slots_BR, heads] = k, v
-            if number == c.layers - 1 and wanted_BK is not None:
+            if above is None and wanted_BK is not None:
                 q, residual, seen_BRS = (x[rows_B1, wanted_BK] for x in (q, residual, seen_BRS))
-            x = layer.rest(residual, attend(q, state.keys[:, :window, heads], state.values[:, :window, heads], seen_BRS))
+            k, v = state.keys[:, :window, heads], state.values[:, :window, heads]
+            x = layer.rest(residual, attend(q, k, v, seen_BRS))
+            if above:
+                qkv, residual = self._into(above, x)
         return self._last_norm(x)
 
     # ------------------------------------------------------------------------------------------------ the folder
 
     def portable_tensors(self) -> dict[str, Tensor]:
-        """Tensors under the names that vLLM loads: EAGLE-3's, `layers.1` and on, mask_hidden before fc, and embed_tokens
-        where the head has its own."""
+        """Tensors under the names that vLLM loads: EAGLE-3's, `layers.1` and on, mask_hidden (before fc), and
+        embed_tokens where the head has its own."""
         return super().portable_tensors() | {"mask_hidden": self._mask[1].flatten(1)}
 
     def portable_config(self, dtype: torch.dtype) -> dict[str, Any]:
