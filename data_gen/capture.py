@@ -121,7 +121,7 @@ def work(
     Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
     """
     from headtrain.data_gen import store
-    from headtrain.packed import pack_linears
+    from headtrain.lean import speed_up
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
     responses = store.ResponseStore(responses_folder)
@@ -129,7 +129,7 @@ def work(
     by_file: dict[str, list[store.RowInfo]] = {}
     for row in responses.rows:
         by_file.setdefault(row.file, []).append(row)
-    pack_linears(target.model)
+    speed_up(target)
     for batch in claims.unfinished(captures_folder, "captures", batches):
         rows = by_file[claims.file_name("responses", batch)]
         meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))

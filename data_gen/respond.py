@@ -121,7 +121,7 @@ def work(
     Captures are written first, then the responses: a batch with responses is done. progress(new tokens of the batch so
     far, at most).
     """
-    from headtrain.packed import pack_linears
+    from headtrain.lean import speed_up
 
     responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
     job = _Job(config, target, responses_folder, captures_folder, tuple(taps))
@@ -135,7 +135,7 @@ def work(
         return 0
     log.info(estimate_disk(config, target.hidden_size, len(taps), plan, captures_folder, open_batches))
     if plan["backend"] == "local":
-        pack_linears(target.model)
+        speed_up(target)
     done = 0
     for batch in claims.unfinished(responses_folder, "responses", len(plan["batches"]), captures_folder):
         rows = plan["batches"][batch]
