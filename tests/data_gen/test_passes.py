@@ -46,7 +46,7 @@ def test_states_of_the_decode_pass_equal_a_forward_over_the_whole_row(stopping_t
             out = stopping_target.model(tokens, output_hidden_states=True)
         logits = out.logits[0].float()
         states = torch.stack([stopping_target.forward(tokens, taps=(k,)).taps_BLAH[0, :, 0] for k in TAPS], 1)
-        torch.testing.assert_close(states[:, 0], out.hidden_states[1][0], atol=1e-4, rtol=1e-4)  # tap 1: after one block
+        torch.testing.assert_close(states[:, 0], out.hidden_states[1][0], atol=1e-4, rtol=1e-4)  # after one block
         assert part["ids"].tolist() == row
         torch.testing.assert_close(part["taps"][:-1], states[:-1], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(part["last"][:-1], out.hidden_states[-1][0, :-1], atol=1e-4, rtol=1e-4)
