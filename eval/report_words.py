@@ -44,6 +44,8 @@ def tree_words(tree: str) -> str:
         return f"dynamic tree {tree} (top {found[1]} of each node, the best {found[2]} nodes verified)"
     if found := re.fullmatch(r"iid-(\d+)x(\d+)", tree):
         return f"sampled tree {tree} ({found[1]} independent children of each node, {found[2]} nodes verified)"
+    if found := re.fullmatch(r"static-(\d+)", tree):
+        return f"static tree {tree} (the same {found[1]} nodes in every step)"
     return tree
 
 
