@@ -32,6 +32,8 @@ class TargetConfig:
     family: str | None = None  # transformers model_type
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     revision: str | None = None  # commit, branch or tag of a Hub model
+    adapter: str | None = None  # peft adapter (folder or Hub id) that is merged into the weights
+    adapter_revision: str | None = None  # commit, branch or tag of a Hub adapter
     dtype: str = "bfloat16"  # of the forward pass in data stages (evaluation has its own); auto = see train.precision
     device: str = "auto"  # auto = cuda when there is one, else cpu
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
@@ -243,7 +245,7 @@ DRAFTERS = (
 HEAD_DRAFTERS = tuple(name for name in DRAFTERS if name.startswith("head"))
 HEAD_TYPES = ("eagle", "eagle3", "medusa", "mtp", "peagle")
 TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the last hidden state alone
-BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head, over its whole vocabulary
+BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head
 BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends
 SCRATCH = "scratch"  # head.init_from of a head type that otherwise starts from what the target's checkpoint has
 _ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
@@ -413,7 +415,7 @@ def _validate_head(head: HeadSection, train: TrainConfig) -> None:
                     f"head.{key}={value}: the target's own MTP module has a {key} already; leave it out, "
                     f"or set head.init_from={SCRATCH} for a new module"
                 )
-    if head.type in BORROWED and head.draft_vocab != "full":
+    if head.type == "eagle" and head.draft_vocab != "full":
         raise ConfigError(
             f"head.draft_vocab={head.draft_vocab}: heads of type {head.type} draft with the target's own lm_head, over "
             "all its tokens; set head.draft_vocab=full"

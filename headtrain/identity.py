@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import RecipeConfig, TargetConfig
+from headtrain.config import SCRATCH, RecipeConfig, TargetConfig
 from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
 
@@ -37,7 +37,7 @@ def stage_marks(
 
     head: the identity of the head folder, or of several by id, that is measured instead of a trained one.
     """
-    data, tree = config.data, asdict(config)
+    data, tree, start = config.data, asdict(config), config.head.init_from
     of_target = ("dtype", "attn_implementation", "template_kwargs", "trust_remote_code")
     model = {"identity": target, **{key: tree["target"][key] for key in of_target}}
     prompts = {key: tree["data"][key] for key in ("prompts", "filter", "held_out", "valid")}
@@ -57,7 +57,7 @@ def stage_marks(
             "target": {**model, "dtype": config.target.dtype, "attn_implementation": config.target.attn_implementation},
         },
         "training": {
-            "head": {**tree["head"], "init_from": folder_identity(config.head.init_from)},
+            "head": {**tree["head"], "init_from": start if start == SCRATCH else folder_identity(start)},
             "train": {key: value for key, value in tree["train"].items() if key not in NOT_IN_TRAINING},
             "seed": config.seed,
         },

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import shutil
@@ -20,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headtrain.adapter import merge_adapter
 from headtrain.cache import KVCache
 from headtrain.config import TargetConfig
+from headtrain.facts import check_rope, head_rope
 from headtrain.files import cache_dir, locate, locked, sha256_file
+from headtrain.stored import Stored
 
 
 class TargetError(ValueError):
@@ -60,7 +62,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
         )
         if out.shape[2] != length:
             out = out.unflatten(2, (groups, length)).flatten(1, 2)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = (query @ key.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
@@ -70,7 +72,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, softcap=N
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights @ value).transpose(1, 2), None
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 def _register_attention() -> None:
@@ -155,6 +157,8 @@ class Target:
                 attn_implementation=config.attn_implementation,
                 **options,
             )
+            if config.adapter:
+                model = merge_adapter(model, config)
         except (OSError, ValueError) as error:
             raise TargetError(f"target.model={config.model}: {error}") from error
         device = config.device
@@ -235,25 +239,23 @@ class Target:
         return logits
 
     def rope(self) -> dict[str, Any]:
-        """The rope description of the target, as a plain dict: rope_theta, rope_type and what scaling adds."""
-        rope = dict(getattr(self.config, "rope_parameters", None) or {})
-        if "full_attention" in rope:  # per layer type
-            rope = dict(rope["full_attention"])
-        rope.setdefault("rope_theta", getattr(self.config, "rope_theta", 10000.0))
-        rope.setdefault("rope_type", "default")
-        return rope
+        """The rope of heads for this target, as a plain dict: rope_theta, rope_type and what scaling adds."""
+        return head_rope(self.config)
 
     def self_check(self) -> None:
         """Raises TargetError unless lm_head(final norm(last block)) equals the model's own logits on a probe."""
         probe = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
-        with torch.inference_mode():
-            theirs = self.model(input_ids=probe).logits.float()
-        states = self.forward(probe, taps=(self.num_layers,))
-        with torch.inference_mode():
-            ours = {
-                "forward": self.logits(states.last_BLH).float(),
-                "norm of the last tap": self.logits(self.norm(states.taps_BLAH[:, :, 0])).float(),
-            }
+        try:
+            with torch.inference_mode():
+                theirs = self.model(input_ids=probe).logits.float()
+                states = self.forward(probe, taps=(self.num_layers,))
+                ours = {
+                    "forward": self.logits(states.last_BLH).float(),
+                    "norm of the last tap": self.logits(self.norm(states.taps_BLAH[:, :, 0])).float(),
+                }
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            family = self.config.model_type
+            raise TargetError(f"{self.name}: the {family} family cannot be run here: {error}") from error
         tolerance = (1e-4 if self.dtype == torch.float32 else 0.06) * float(theirs.abs().max())
         for way, logits in ours.items():
             if (gap := float((logits - theirs).abs().max())) > tolerance:
@@ -338,7 +340,7 @@ def _find_parts(model: nn.Module, num_layers: int, name: str) -> tuple[nn.Module
 @dataclass
 class TargetParts:
     """The few tensors of a target that training needs, in its checkpoint's dtype: `embedding` and `lm_head`, both
-    [V, T], `norm_weight` [T]; its text config, rope description and end tokens."""
+    [V, T], `norm_weight` [T]; its text config, rope description and end tokens; where they come from."""
 
     embedding: Tensor
     lm_head: Tensor
@@ -346,45 +348,28 @@ class TargetParts:
     config: Any
     rope: dict[str, Any]
     eos_ids: set[int]
+    source: TargetConfig | None = None
 
 
 def load_parts(config: TargetConfig) -> TargetParts:
     """Reads the embedding, lm_head and final norm of a target from its safetensors files, without loading the rest."""
-    from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.utils.hub import cached_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
     path = model_path(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         model_config = AutoConfig.from_pretrained(path, **options)
+        check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], model_config.get_text_config())
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         with torch.device("meta"):
             target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
         with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
             target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
-        names = {id(p): n for n, p in target.model.named_parameters(remove_duplicate=False)}
-        wanted = {"embedding": target.embed.weight, "lm_head": target.lm_head.weight, "norm_weight": target.norm.weight}
-        index = cached_file(
-            path, "model.safetensors.index.json", revision=config.revision, _raise_exceptions_for_missing_entries=False
-        )
-        files = json.loads(Path(index).read_text())["weight_map"] if index else {}
-        tensors = {}
-        for part, parameter in wanted.items():
-            aliases = [n for n, p in target.model.named_parameters(remove_duplicate=False) if p is parameter]
-            for name in aliases:
-                file = cached_file(path, files.get(name, "model.safetensors"), revision=config.revision)
-                with safe_open(file, "pt") as handle:
-                    if name in set(handle.keys()):
-                        tensors[part] = handle.get_tensor(name)
-                        break
-            else:
-                raise TargetError(
-                    f"target.model={config.model}: no tensor {names[id(parameter)]} ({part}) in its safetensors files"
-                )
+        stored = Stored(path, config.revision, target.model)
+        tensors = {**stored.ends(target.embed, target.lm_head, config), "norm_weight": stored.norm_weight(target.norm)}
     except (OSError, ValueError) as error:
         raise TargetError(f"target.model={config.model}: {error}") from error
-    return TargetParts(config=target.config, rope=target.rope(), eos_ids=target.eos_ids, **tensors)
+    return TargetParts(config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config, **tensors)
 
 
 def _code(config: TargetConfig) -> dict[str, bool]:

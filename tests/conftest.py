@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -43,3 +44,13 @@ def recipe(tmp_path) -> Path:
         "head: {draft_vocab: 128}\ntrain: {steps: 4}\n"
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def mtp_targets():
+    """The module mtp_targets.py: tiny targets with an MTP module."""
+    place = Path(__file__).with_name("mtp_targets.py")
+    spec = importlib.util.spec_from_file_location("headtrain_mtp_targets", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
