@@ -168,12 +168,12 @@ def table(results: list[dict[str, Any]]) -> str:
     groups: dict[tuple, list[dict]] = {}
     for result in results:
         groups.setdefault((result["seconds"], result["name"]), []).append(result)
-    lines = ["| core-seconds | settings | seeds | τ held-out | τ HumanEval | valid τ | epochs |", "|" + "---|" * 7]
+    lines = ["| core-seconds | settings | seeds | τ held-out | τ HumanEval | valid τ | steps | epochs |", "|" + "---|" * 8]
     for (seconds, name), group in sorted(groups.items()):
         cells = [_spread([value(result) for result in group]) for value in (
             lambda r: r["heldout"]["tau"], lambda r: r["humaneval"]["tau"], lambda r: r["valid_tau"])]  # fmt: skip
-        epochs = sum(result["epoch"] for result in group) / len(group)
-        lines.append(f"| {seconds:g} | {name} | {len(group)} | {' | '.join(cells)} | {epochs:.0f} |")
+        steps, epochs = (sum(result[key] for result in group) / len(group) for key in ("steps", "epoch"))
+        lines.append(f"| {seconds:g} | {name} | {len(group)} | {' | '.join(cells)} | {steps:,.0f} | {epochs:.0f} |")
     return "\n".join(lines)
 
 
