@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headtrain.config import RecipeConfig
+from headtrain.config import ConfigError, RecipeConfig, validate
+from headtrain.configload import load
 from headtrain.data_gen import store
 from headtrain.eval.decoder.decode import decode
 from headtrain.eval.decoder.drafters import Drafting, make_drafter
@@ -20,6 +22,7 @@ from headtrain.heads.base import Batch, head_class, load_head, new_head, save_he
 from headtrain.heads.medusa import MedusaConfig, MedusaHead
 from headtrain.heads.simulate import rank_hits
 from headtrain.heads.vocab import mapping
+from headtrain.plan import model_of
 from headtrain.target import Target, TargetParts
 
 V, T, DEPTHS, EOS = 50, 24, 4, 5
@@ -493,3 +496,33 @@ def test_a_parent_is_continued_and_a_rebuilt_vocabulary_moves_the_rows_of_every_
     for key, value in (("unroll", 3), ("blocks", 1), ("share_lm_head", True)):
         with pytest.raises(ValueError, match=rf"head\.{key}={value}: the parent .* has"):
             new_head(recipe(**start | {key: value}), parts, counts, counts, batch)
+
+
+@pytest.mark.parametrize("option, said", [
+    ("head.taps=[1,2]", r"head\.taps=.* heads of type medusa have no such setting"),
+    ("head.intermediate=64", r"head\.intermediate=64: .* no such setting"),
+    ("head.start=random", r"head\.start=random: .* no such setting"),
+    ("train.noise=0.1", r"train\.noise=0\.1: .* no such setting"),
+    ("train.feature_weight=0.1", r"train\.feature_weight=0\.1: .* no such setting"),
+    ("train.position_keep=0.5", r"train\.position_keep=0\.5: .* no such setting"),
+    ("train.checkpointing=true", r"train\.checkpointing=True: .* no such setting"),
+    ("train.weights=vat", r"train\.weights=vat: .* set head\.share_lm_head"),
+    ("head.freeze_lm_head=true", r"head\.freeze_lm_head=true: .* set head\.share_lm_head"),
+    ("eval.tree=static-", r"eval\.tree=static-: .* static-16"),
+])  # fmt: skip
+def test_settings_that_it_does_not_have_are_refused(option, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(load("medusa_smollm2", [option]))
+
+
+def test_only_medusa_has_its_settings():
+    with pytest.raises(ConfigError, match=r"head\.blocks=2: heads of type eagle3 have no such setting \(only medusa\)"):
+        validate(load("eagle3_smollm2", ["head.blocks=2"]))
+
+
+@BOTH
+def test_the_plan_counts_its_parameters(shared):
+    config = load("medusa_smollm2", [f"head.share_lm_head={shared}", "head.blocks=2"])
+    model, parts = model_of(config), toy()[0]
+    head = MedusaHead.fresh(config.head, replace(parts, lm_head=torch.empty(49152, 576, device="meta")))
+    assert model.head == sum(p.numel() for p in head.parameters()) and model.taps == 0
