@@ -177,7 +177,7 @@ class EvalConfig:
 
 @dataclass
 class ExportConfig:
-    formats: list[str] = field(default_factory=list)  # engines: vllm
+    formats: list[str] = field(default_factory=list)  # engines: vllm; mtp: the target with its MTP module
 
 
 @dataclass
@@ -347,7 +347,7 @@ RULES: dict[str, Rule] = {
     "eval.speed_prompts": _number(0),
     "eval.speed_tokens": _COUNT,
     "eval.cost_batches": _COUNT,
-    "export.formats": _one_of("vllm"),
+    "export.formats": _one_of("vllm", "mtp"),
     "launch.gpus": _PROCESSES,
     "launch.workers": _PROCESSES,
     "launch.master_port": _number(1, 65535),

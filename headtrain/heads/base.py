@@ -102,6 +102,7 @@ class Head(nn.Module):
     Config: type[HeadConfig] = HeadConfig  # a head type with settings of its own has a subclass
     config: HeadConfig
     borrows_lm_head = False  # whether it drafts with the target's lm_head, which `load_head` then attaches too
+    softcap: float | None = None  # of the target's logits
     by_depth = False  # whether what it says hangs on the depth alone, whatever was drafted; depths: config.unroll
 
     def scale_features(self, rms_AT: Tensor) -> None:
@@ -239,6 +240,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
     head.attach(embedding, lm_head)
     head.rules, head.logit_scale = recipe.train, logit_scale(parts)
+    head.softcap = getattr(parts.config, "final_logit_softcapping", None)
     return head
 
 

@@ -236,6 +236,7 @@ class Teacher:
     lse_N: Tensor
     lm_head_VT: Tensor
     logit_scale: float = 1.0
+    softcap: float | None = None  # the target's logits x are softcap · tanh(x / softcap)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -253,6 +254,8 @@ class _FusedLoss(torch.autograd.Function):
             taught_at = pairs.slot_M[index] + 1 + pairs.depth_M[index]
             positions, which = torch.unique(taught_at, return_inverse=True)
             logits_UV = (teacher.last_NT[positions] @ teacher.lm_head_VT.T).float() * teacher.logit_scale
+            if teacher.softcap:
+                logits_UV = torch.tanh(logits_UV / teacher.softcap) * teacher.softcap
             place = (chain, pairs.depth_M[index])
 
             def weigh(chosen, hit, place=place):

@@ -135,7 +135,7 @@ class MedusaHead(Head):
         if "teacher" not in self._lent:
             raise RuntimeError("training needs the target's lm_head: call head.attach(embedding, lm_head) first")
         self._lent["teacher"] = lm_head_VT = self._lent["teacher"].to(last_NT)
-        return Teacher(last_NT, batch.logsumexp_N, lm_head_VT, self.logit_scale)
+        return Teacher(last_NT, batch.logsumexp_N, lm_head_VT, self.logit_scale, self.softcap)
 
     @property
     def t2d_or_none(self) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headtrain.config import HeadSection, TrainConfig
+from headtrain.facts import attention_sizes, mlp_size
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput
 from headtrain.heads.drafting import DraftState
 from headtrain.heads.layers import (
@@ -98,20 +99,20 @@ class Unrolled(Head):
     def _sizes(section: HeadSection, parts: TargetParts) -> dict[str, Any]:
         """Settings of the HeadConfig of a fresh head that follow from the recipe and the target."""
         t = parts.config
-        heads = section.heads or t.num_attention_heads
+        heads, key_heads, head_dim = attention_sizes(t)
         return {
             "type": section.type,
             "hidden_size": t.hidden_size,
             "target_hidden_size": t.hidden_size,
-            "intermediate_size": section.intermediate or t.intermediate_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": section.kv_heads or getattr(t, "num_key_value_heads", None) or heads,
-            "head_dim": section.head_dim or getattr(t, "head_dim", None) or t.hidden_size // heads,
+            "intermediate_size": section.intermediate or mlp_size(t),
+            "num_attention_heads": section.heads or heads,
+            "num_key_value_heads": section.kv_heads or key_heads,
+            "head_dim": section.head_dim or head_dim,
             "vocab_size": len(parts.lm_head),
             "draft_vocab_size": draft_size(section.draft_vocab, len(parts.lm_head)),
             "rms_norm_eps": getattr(t, "rms_norm_eps", 1e-5),
             "rope": parts.rope,
-            "max_position_embeddings": t.max_position_embeddings,
+            "max_position_embeddings": getattr(t, "max_position_embeddings", HeadConfig.max_position_embeddings),
             "target_layers": t.num_hidden_layers,
             "unroll": section.unroll,
         }
@@ -220,7 +221,7 @@ class Unrolled(Head):
         loss, loss_M, hit_M = fused_loss(
             partial(OBJECTIVES[t.objective], hard=t.hard_weight), partial(WEIGHTS[t.weights], decay=t.decay), scale_D,
             x_MH, self._output_weight, Pairs(slot_M, depth_M, draft_id_V[batch.argmax_N[at_M]]),
-            Teacher(last_NT, batch.logsumexp_N, self._frozen("teacher"), self.logit_scale),
+            Teacher(last_NT, batch.logsumexp_N, self._frozen("teacher"), self.logit_scale, self.softcap),
         )  # fmt: skip
         if t.feature_weight:
             weight_M = t.feature_weight * t.decay**depth_M * scale_D[depth_M]

@@ -1,0 +1,79 @@
+"""What a head takes over from its target's config: the sizes of attention and MLP, and rope, in the words of engines.
+
+`config` is a transformers text config throughout, `raw` the content of a config.json.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# The kinds of rope that heads and engines compute alike, and their keys besides rope_theta and rope_type. Other keys
+# are the target's own affair: a head turns all of its dimensions, and YaRN's attention factor stays at its default.
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}
+LATENT_HEAD, MOST_KEY_HEADS = 64, 8  # of heads whose target's attention has no sizes to copy
+
+
+def attention_sizes(config: Any) -> tuple[int, int, int]:
+    """(query heads, key heads, head size) of a head of this target; the target's own where it has plain attention.
+
+    Latent attention (MLA) has many thin heads over one latent, some families have none: there the head size is that of
+    the target's values, and the query heads fill the hidden size.
+    """
+    heads, hidden = getattr(config, "num_attention_heads", None), config.hidden_size
+    if heads and not getattr(config, "kv_lora_rank", None):
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        return heads, key_heads, getattr(config, "head_dim", None) or hidden // heads
+    head_dim = min(getattr(config, "v_head_dim", None) or LATENT_HEAD, hidden)
+    heads = hidden // head_dim
+    return heads, max(j for j in range(1, MOST_KEY_HEADS + 1) if heads % j == 0), head_dim
+
+
+def mlp_size(config: Any) -> int:
+    """Width of a head's MLP: the target's, the largest where blocks differ, 4 hidden sizes where it says nothing."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(size) if isinstance(size, list | tuple) else size
+
+
+def head_rope(config: Any) -> dict[str, Any]:
+    """The rope of a head: rope_theta, rope_type and what scaling adds. A kind that is not in ROPES becomes plain."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if per_type := [value for value in rope.values() if isinstance(value, dict)]:
+        rope = dict(rope.get("full_attention") or per_type[0])
+    kind = rope.get("rope_type") or "default"
+    if kind not in ROPES:
+        log.info("the head has plain rope: %s, the target's, is not computed alike by all engines", kind)
+        kind = "default"
+    kept = {key: rope[key] for key in ROPES[kind] if rope.get(key) is not None}
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    return {"rope_theta": theta, "rope_type": kind, **kept}
+
+
+def check_rope(raw: dict[str, Any], config: Any) -> None:
+    """ValueError where a config.json describes rope in the old and the new way and they differ.
+
+    Warns where the target has rope and its config.json does not give rope_theta in any way.
+    """
+    found = []
+    for level in (raw, raw.get("text_config") or {}):
+        theta = {"rope_theta": level["rope_theta"]} if level.get("rope_theta") is not None else {}
+        old = {**(level.get("rope_scaling") or {}), **theta}
+        new = level.get("rope_parameters") or {}
+        for key in old.keys() & new.keys():
+            if old[key] != new[key]:
+                where = key if key == "rope_theta" else f"rope_scaling.{key}"
+                raise ValueError(
+                    f"config.json gives {where}={old[key]} and rope_parameters.{key}={new[key]}; correct the wrong one"
+                )
+        found += [old.get("rope_theta"), new.get("rope_theta")]
+        found += [value.get("rope_theta") for value in new.values() if isinstance(value, dict)]
+    if getattr(config, "rope_parameters", None) and not any(found):
+        theta = head_rope(config)["rope_theta"]
+        log.warning("config.json has no rope_theta: %g is taken, the default of family %s", theta, config.model_type)

@@ -1,0 +1,98 @@
+"""Single tensors of a model folder or Hub model, under the names of the loaded model, without loading the rest."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headtrain.adapter import merge_ends
+from headtrain.config import TargetConfig
+
+log = logging.getLogger(__name__)
+
+
+class Stored:
+    """The tensors of the safetensors files at `path`; `model`: the loaded model, or one without weights (meta).
+
+    Raises OSError when there are no such files.
+    """
+
+    def __init__(self, path: str, revision: str | None, model: nn.Module):
+        from safetensors import safe_open
+        from transformers.utils.hub import cached_file
+
+        self.path, self.revision, self.model = path, revision, model
+        index = cached_file(
+            path, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if index:
+            files = json.loads(Path(index).read_text())["weight_map"]
+        else:
+            with safe_open(cached_file(path, "model.safetensors", revision=revision), "pt") as handle:
+                files = dict.fromkeys(handle.keys(), "model.safetensors")
+        self.names = sorted(files)
+        self._places = {ours: (files[name], name) for name, ours in _renamed(self.names, model).items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+        from transformers.utils.hub import cached_file
+
+        file, stored = self._places[name]
+        with safe_open(cached_file(self.path, file, revision=self.revision), "pt") as handle:
+            return handle.get_tensor(stored)
+
+    def ends(self, embed: nn.Module, lm_head: nn.Module, config: TargetConfig) -> dict[str, Tensor]:
+        """`embedding` and `lm_head` [V, T], as `config.adapter` changes them. ValueError for one that is not there.
+
+        A tied lm_head that is stored all the same counts, since it is what was saved.
+        """
+        names = {"embedding": self._name(embed), "lm_head": self._name(lm_head)}
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError("its lm_head has a bias, and heads are taught by the weights of an lm_head alone")
+        found = {part: self.read(f"{name}.weight") for part, name in names.items() if f"{name}.weight" in self}
+        tied = embed.weight is lm_head.weight
+        for part in names.keys() - found.keys():
+            if not tied or not found:
+                seen = ", ".join(name for name in self.names if not re.search(r"\.\d+\.", name))
+                why = "" if tied else "tie_word_embeddings is false but "
+                raise ValueError(
+                    f"{why}no {names[part]}.weight in its safetensors files (keys seen: {seen}); complete the files, "
+                    "or set tie_word_embeddings=true in config.json if the model shares its embedding"
+                )
+        if tied and len(found) == 2 and not torch.equal(found["embedding"], found["lm_head"]):
+            log.warning("%s: config.json ties lm_head to the embedding, but stores another one: that counts", self.path)
+        weights = {name: found.get(part, next(iter(found.values()))) for part, name in names.items()}
+        if config.adapter:
+            weights = merge_ends(self.model, weights, config)
+        return {part: weights[name] for part, name in names.items()}
+
+    def norm_weight(self, norm: nn.Module) -> Tensor:
+        """What a norm multiplies each dimension with, float32 [T]: some families store it less 1, some have none."""
+        name, norm = self._name(norm), copy.deepcopy(norm).to_empty(device="cpu").float()
+        for key, parameter in norm.named_parameters():
+            parameter.data.copy_(self.read(f"{name}.{key}"))
+        width = self.model.get_input_embeddings().weight.shape[1]
+        probe = 1024.0 * torch.tensor([1.0, -1.0]).repeat(width)[:width]  # so large that eps does not count
+        return ((norm(probe) - norm(-probe)) / 2 * probe.sign()).detach()
+
+    def _name(self, module: nn.Module) -> str:
+        return next(name for name, found in self.model.named_modules() if found is module)
+
+
+def _renamed(names: list[str], model: nn.Module) -> dict[str, str]:
+    """stored name -> name in the loaded model: transformers renames the tensors of many families while it loads."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+    tensors = model.state_dict()
+    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, tensors)[0] for name in names}
