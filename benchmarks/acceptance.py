@@ -172,8 +172,10 @@ def table(results: list[dict[str, Any]]) -> str:
     for (seconds, name), group in sorted(groups.items()):
         cells = [_spread([value(result) for result in group]) for value in (
             lambda r: r["heldout"]["tau"], lambda r: r["humaneval"]["tau"], lambda r: r["valid_tau"])]  # fmt: skip
-        steps, epochs = (sum(result[key] for result in group) / len(group) for key in ("steps", "epoch"))
-        lines.append(f"| {seconds:g} | {name} | {len(group)} | {' | '.join(cells)} | {steps:,.0f} | {epochs:.0f} |")
+        epochs = sum(result["epoch"] for result in group) / len(group)
+        steps = [result["steps"] for result in group if "steps" in result]  # older results do not say
+        steps = f"{sum(steps) / len(steps):,.0f}" if steps else ""
+        lines.append(f"| {seconds:g} | {name} | {len(group)} | {' | '.join(cells)} | {steps} | {epochs:.0f} |")
     return "\n".join(lines)
 
 
