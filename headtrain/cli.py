@@ -54,7 +54,7 @@ COMMANDS = {
         "a head's folder to the layout of a serving engine", False,
         {
             "head": "the head's folder (needed)",
-            "format": "the engine: vllm",
+            "format": "the engine: vllm; or mtp: the target's checkpoint with a trained MTP module",
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
         },
         "headtrain export head=runs/mine/head format=vllm",

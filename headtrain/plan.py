@@ -12,12 +12,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from headtrain.config import TAPPED, ConfigError, RecipeConfig, ShapeConfig
+from headtrain.config import BORROWED, TAPPED, ConfigError, RecipeConfig, ShapeConfig
 from headtrain.files import free_bytes, locate
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 LOGITS = 256 << 20  # full-vocabulary float32 logits that the data stages hold at a time
 ASSUMED_GPU = 80e9  # bytes, when no GPU is here to ask
+PIECE = 2048  # tokens whose later depths a P-EAGLE head computes at a time
 PROMPT_TOKENS = 250  # of one prompt, template included
 GPU_FLOPS, GPU_BANDWIDTH = 300e12, 2.0e12  # sustained by one H100-class GPU in bf16: matrix products, memory reads
 CPU_FLOPS = 50e9  # sustained by one core
@@ -40,6 +41,9 @@ class Model:
     head_dim: int
     head_intermediate: int
     medusa: tuple[int, int, int] | None = None  # of a medusa head: depths, blocks of each, lm_heads
+    borrows: bool = False  # the target's lm_head: fc over [embedding; hidden], then a block of ordinary width
+
+    peagle: tuple[int, bool] | None = None  # of a P-EAGLE head: layers, and whether it has an embedding of its own
 
     @property
     def target(self) -> int:
@@ -57,15 +61,23 @@ class Model:
     def head(self) -> int:
         """fc, one block whose attention reads 2 x hidden, the norms, lm_head over the draft vocabulary.
 
-        Medusa: residual blocks and their lm_heads.
+        Medusa: residual blocks and their lm_heads. EAGLE and MTP: see `borrows`; counted as dense.
         """
         h = self.shape.hidden
         if self.medusa:
             depths, blocks, lm_heads = self.medusa
             return depths * blocks * (h * h + h) + lm_heads * self.draft_vocab * h
+        if self.borrows:
+            attention = 2 * h * self.head_dim * (self.head_heads + self.head_kv_heads)
+            return 2 * h * h + attention + 3 * h * self.head_intermediate + 5 * h
         attention = 2 * h * self.head_dim * (self.head_heads + 2 * self.head_kv_heads)
         attention += self.head_heads * self.head_dim * h
-        return self.taps * h * h + attention + 3 * h * self.head_intermediate + 4 * h + self.draft_vocab * h
+        eagle3 = self.taps * h * h + attention + 3 * h * self.head_intermediate + 4 * h + self.draft_vocab * h
+        if not self.peagle:
+            return eagle3
+        layers, own_embedding = self.peagle  # later layers are of ordinary width
+        further = 2 * h * self.head_dim * (self.head_heads + self.head_kv_heads) + 3 * h * self.head_intermediate + 2 * h
+        return eagle3 + (layers - 1) * further + self.taps * h + own_embedding * self.shape.vocab * h
 
     @property
     def frozen(self) -> int:
@@ -120,6 +132,8 @@ def model_of(config: RecipeConfig) -> Model:
         head_dim=head.head_dim or shape.head_dim,
         head_intermediate=head.intermediate or shape.intermediate,
         medusa=(head.unroll, head.blocks, 1 if head.share_lm_head else head.unroll) if head.type == "medusa" else None,
+        borrows=head.type in BORROWED,
+        peagle=(head.layers or 4, head.train_embedding) if head.type == "peagle" else None,
     )
 
 
@@ -138,6 +152,8 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
     kept = config.head.unroll * depth
     if config.train.checkpointing:  # one depth at a time, and between depths hidden states, keys and values
         kept = config.head.unroll * (2 * s.hidden + 2 * model.head_kv_heads * model.head_dim) + depth
+    if model.peagle:
+        kept = _by_pieces(model, config, depth)
     per_token = kept + (model.taps + 1) * s.hidden
     return {
         "weights": model.head * width * shard[2],
@@ -146,6 +162,17 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
         "frozen": model.frozen * width,
         "activations": tokens * per_token * width + LOGITS,
     }
+
+
+def _by_pieces(model: Model, config: RecipeConfig, depth: int) -> float:
+    """Numbers per token that a P-EAGLE head keeps: with several pieces, all of one, and of the others what joins them."""
+    train, h, (layers, _) = config.train, model.shape.hidden, model.peagle
+    rows = sum(train.position_keep**d for d in range(config.head.unroll))
+    whole = layers * rows * depth
+    if train.batch_tokens <= PIECE and not train.checkpointing:
+        return whole
+    joints = layers * (h + 2 * model.head_kv_heads * model.head_dim) + rows * h
+    return joints + whole * min(PIECE / train.batch_tokens, 1)
 
 
 def data_bytes(model: Model, config: RecipeConfig) -> dict[str, float]:
@@ -203,7 +230,7 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
     """Seconds of answering and of training, for `rows` rows of the longest length."""
     total, new = rows * row_tokens(config), rows * min(config.data.responses.max_new_tokens, row_tokens(config))
     passes = config.train.epochs
-    used = model.head * (1 + 0.8 * (config.head.unroll - 1))
+    used = (model.head + model.borrows * model.draft_vocab * model.shape.hidden) * (1 + 0.8 * (config.head.unroll - 1))
     if model.medusa:  # every depth has blocks of its own, and uses an lm_head
         depths, _, lm_heads = model.medusa
         used = model.head + (depths - lm_heads) * model.draft_vocab * model.shape.hidden

@@ -71,10 +71,13 @@ def smoke_target(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
 def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     """Everything that can be known to fail in the stages to come is looked at now: target, template, taps, suites."""
+    from headtrain.adapter import read_adapter
     from headtrain.data_gen.chat import prompt_ids, require_template
 
     text, tokenizer = target_config(config.target), load_tokenizer(config.target)
     check_shape(config, text)
+    if config.target.adapter:
+        read_adapter(config.target)
     require_template(tokenizer)
     if not prompt_ids(tokenizer, [{"role": "user", "content": "hello"}], config.target.template_kwargs):
         raise ConfigError(f"target.model={config.target.model}: its chat template renders a message to nothing")
@@ -94,6 +97,11 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
         print(f"{NOTE}this CPU is several times slower in bfloat16 than in float32; set {keys}", flush=True)
     if "training" in coming or "captures" in coming:
         taps_of(config, text.num_hidden_layers)
+    if "training" in coming and config.head.type == "mtp" and config.head.init_from is None:
+        from headtrain.heads.mtp_checkpoint import locate_module, tensor_files
+
+        where = f"target.model={config.target.model}"
+        locate_module(set(tensor_files(config.target)), text.num_hidden_layers, where)
     head, vocab, deepest = config.head, config.head.draft_vocab, max(config.eval.k)
     if "training" in coming and isinstance(vocab, int) and vocab > text.vocab_size:
         raise ConfigError(f"head.draft_vocab={vocab}: the target has {text.vocab_size} tokens")
@@ -325,7 +333,7 @@ def draft_target(config: RecipeConfig, run: Path) -> TargetConfig:
     """The draft model as it is loaded: at the commit that was pinned, with the target's device and attention."""
     pin = run / "draft_model.json"
     revision = read_json(pin)["commit"] if pin.is_file() else None
-    return replace(config.target, model=config.eval.draft_model, revision=revision)
+    return replace(config.target, model=config.eval.draft_model, revision=revision, adapter=None)
 
 
 def eval_prompts(
@@ -374,7 +382,7 @@ def offline(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 def export(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.export import export as export_one
 
-    info = {"model": config.target.model}
+    info = {"model": config.target.model, "adapter": config.target.adapter}
     made = run / "report" / "report.json"
     for name in config.export.formats:
         export_one(run / "head", name, run / "export" / name, info, report=made if made.is_file() else None)
