@@ -76,7 +76,8 @@ class Model:
         if not self.peagle:
             return eagle3
         layers, own_embedding = self.peagle  # later layers are of ordinary width
-        further = 2 * h * self.head_dim * (self.head_heads + self.head_kv_heads) + 3 * h * self.head_intermediate + 2 * h
+        further = 2 * h * self.head_dim * (self.head_heads + self.head_kv_heads)
+        further += 3 * h * self.head_intermediate + 2 * h
         return eagle3 + (layers - 1) * further + self.taps * h + own_embedding * self.shape.vocab * h
 
     @property
@@ -165,7 +166,7 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
 
 
 def _by_pieces(model: Model, config: RecipeConfig, depth: int) -> float:
-    """Numbers per token that a P-EAGLE head keeps: with several pieces, all of one, and of the others what joins them."""
+    """Numbers per token that a P-EAGLE head keeps: of several pieces, one and what joins them."""
     train, h, (layers, _) = config.train, model.shape.hidden, model.peagle
     rows = sum(train.position_keep**d for d in range(config.head.unroll))
     whole = layers * rows * depth

@@ -294,3 +294,17 @@ def test_what_a_warm_start_cannot_give_is_refused():
     head = make_head(own_embedding=True)
     head.train_as(HeadSection(type="peagle", unroll=6))
     assert head.config.unroll == 6 and not head.embed_tokens.weight.requires_grad
+
+
+def test_the_plan_counts_what_is_built_and_knows_the_size_of_a_piece():
+    from headtrain import configload, plan
+
+    config = configload.load("peagle_smollm2", ["head.layers=3", "head.train_embedding=true"])
+    s = config.target.shape
+    built = PEagleHead(PEagleConfig(
+        hidden_size=s.hidden, target_hidden_size=s.hidden, intermediate_size=s.intermediate,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, vocab_size=s.vocab,
+        draft_vocab_size=8192, taps=[1, 2, 3], layers=3, own_embedding=True,
+    ))  # fmt: skip
+    assert plan.model_of(config).head == sum(p.numel() for p in built.parameters())
+    assert plan.PIECE == peagle.PIECE
