@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,56 +37,63 @@ def read_adapter(config: TargetConfig) -> Any:
     if own.is_prompt_learning:
         kind = own.peft_type.value
         raise ValueError(f"target.adapter={config.adapter}: {kind} adds tokens to prompts; only weights can be merged")
-    made_for = Path(own.base_model_name_or_path or "").name
-    if made_for and made_for != Path(config.model or "").name:
+    made_for = own.base_model_name_or_path
+    if made_for and Path(made_for).name != Path(config.model or "").name:
         log.warning("target.adapter=%s was made for %s; the target is %s", config.adapter, made_for, config.model)
     return own
 
 
 def merge_adapter(model: nn.Module, config: TargetConfig) -> nn.Module:
     """The model with the adapter's changes in its weights. ValueError when not all of the adapter fits."""
-    where = f"target.adapter={config.adapter}"
     if getattr(model.config, "quantization_config", None):
+        where = f"target.adapter={config.adapter}"
         raise ValueError(f"{where}: cannot be merged into the quantised weights of {config.model}; merge first")
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = ends[0].weight is ends[1].weight
-    if tied and _touched([name for name, module in model.named_modules() if module in ends], config):
-        raise ValueError(
-            f"{where}: it changes the embedding or lm_head, which are one tensor in {config.model}; merge it yourself "
-            "into a model with an lm_head of its own, and give that as target.model"
-        )
+    _changed_ends(model, config)
     return _merged(model, config)
 
 
 def merge_ends(model: nn.Module, weights: dict[str, Tensor], config: TargetConfig) -> dict[str, Tensor]:
     """The embedding and lm_head (by their modules' names) as they are with the adapter; nothing else is loaded."""
-    touched = _touched(weights, config)
-    if not touched:
-        return weights
-    bones = nn.Module()
-    for name in touched:
-        *way, last = name.split(".")
-        at = bones
-        for part in way:
-            if not hasattr(at, part):
-                at.add_module(part, nn.Module())
-            at = getattr(at, part)
-        rows, width = weights[name].shape
-        is_linear = isinstance(model.get_submodule(name), nn.Linear)
-        leaf = nn.Linear(width, rows, bias=False) if is_linear else nn.Embedding(rows, width)
-        leaf.weight = nn.Parameter(weights[name])
-        at.add_module(last, leaf)
-    merged = _merged(bones, config, part=True)
-    return weights | {name: merged.get_submodule(name).weight.detach() for name in touched}
+    changed = _changed_ends(model, config)
+    whole = {name: tensors[f"{name}.weight"] for name, tensors in changed.items() if f"{name}.weight" in tensors}
+    if bits := changed.keys() - whole.keys():
+        bones = nn.Module()
+        for name in bits:
+            _put(bones, name, model.get_submodule(name), weights[name])
+        merged = _merged(bones, config, part=True)
+        whole |= {name: merged.get_submodule(name).weight.detach() for name in bits}
+    return weights | {name: weight.to(weights[name]) for name, weight in whole.items()}
 
 
-def _touched(modules: Iterable[str], config: TargetConfig) -> list[str]:
-    """Those of the modules that the adapter has tensors for."""
+def _changed_ends(model: nn.Module, config: TargetConfig) -> dict[str, dict[str, Tensor]]:
+    """By module name, what the adapter has for the embedding and for lm_head. ValueError where these are one tensor."""
     from safetensors import safe_open
 
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    changed: dict[str, dict[str, Tensor]] = {}
     with safe_open(adapter_folder(config) / "adapter_model.safetensors", "pt") as handle:
-        names = list(handle.keys())
-    return [module for module in modules if any(name.startswith(f"{PREFIX}{module}.") for name in names)]
+        for name in (name for name, module in model.named_modules() if module in ends):
+            if own := [key for key in handle.keys() if key.startswith(f"{PREFIX}{name}.")]:  # noqa: SIM118 (no dict)
+                changed[name] = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in own}
+    if changed and ends[0].weight is ends[1].weight:
+        raise ValueError(
+            f"target.adapter={config.adapter}: it changes the embedding or lm_head, which are one tensor in "
+            f"{config.model}; merge it into a model with an lm_head of its own, and give that as target.model"
+        )
+    return changed
+
+
+def _put(root: nn.Module, name: str, like: nn.Module, weight: Tensor) -> None:
+    """Adds a layer with this weight to `root` under a dotted name."""
+    *way, last = name.split(".")
+    for part in way:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    rows, width = weight.shape
+    leaf = nn.Linear(width, rows, bias=False) if isinstance(like, nn.Linear) else nn.Embedding(rows, width)
+    leaf.weight = nn.Parameter(weight)
+    root.add_module(last, leaf)
 
 
 def _merged(model: nn.Module, config: TargetConfig, part: bool = False) -> nn.Module:

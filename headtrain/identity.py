@@ -115,7 +115,20 @@ def target_identity(config: TargetConfig, run: Path, pins: str = "target.json") 
 
     A Hub model without a commit is pinned in the run folder at the first start: a later change of its branch does not
     change a run under way. Sets `config.revision` to the commit. pins: the file of the run folder that keeps it.
+    An adapter is told apart, and pinned, in the same way.
     """
+    found = _model_identity(config, run, pins)
+    if config.adapter:
+        asked = TargetConfig(model=config.adapter, revision=config.adapter_revision)
+        try:
+            found["adapter"] = _model_identity(asked, run, "adapter.json")
+        except IdentityError as error:
+            raise IdentityError(str(error).replace("target.model=", "target.adapter=")) from error
+        config.adapter_revision = asked.revision
+    return found
+
+
+def _model_identity(config: TargetConfig, run: Path, pins: str) -> dict[str, Any]:
     if not config.model:
         raise IdentityError("target.model is not set: give a Hub id, a folder, a .gguf file or package:NAME/FILE")
     path = Path(locate(config.model)).expanduser()

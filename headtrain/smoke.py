@@ -29,6 +29,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small = copy.deepcopy(config)
     small.target.model = str(target_folder(config))
     small.target.shape, small.target.revision, small.target.device = copy.deepcopy(SHAPE), None, "cpu"
+    small.target.adapter = small.target.adapter_revision = None
     small.target.dtype = "float32"
     small.data.prompts, small.data.filter = [PromptSource(PROMPTS)], PromptFilter()
     small.data.held_out, small.data.valid, small.data.max_length = 4, 4, 192

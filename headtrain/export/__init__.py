@@ -43,8 +43,8 @@ def export(
 ) -> Path:
     """Checks a trained head's folder against the engine's contract and writes the folder that the engine loads.
 
-    target_info: what the target is known to be; keys `model` and `adapter` (names), `vocab_size`, `hidden_size`, `num_layers`,
-    `max_position_embeddings`, each optional and compared with the head where given.
+    target_info: what the target is known to be; keys `model` and `adapter` (names), `vocab_size`, `hidden_size`,
+    `num_layers`, `max_position_embeddings`, each optional and compared with the head where given.
     report: report.json to quote measured acceptance from; default: the one of the run the head lies in.
     dtype: of the written float tensors: bfloat16, float16 or float32.
     Returns out_dir, which is either complete or untouched. Raises ExportError with every fault by name.

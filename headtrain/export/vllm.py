@@ -97,7 +97,8 @@ def _known(value: Any) -> bool:
 
 def readme(config: dict[str, Any], target_info: dict[str, Any], row: dict | None, version: str, dtype: str) -> str:
     """README.md of the export; `row` is the report's result to quote, if there is one."""
-    ours, target = config["headtrain"], servable_name(target_info.get("model"))
+    ours = config["headtrain"]
+    target = "TARGET" if target_info.get("adapter") else servable_name(target_info.get("model"))
     k = row["k"] if row else 3
     lines = [
         "# EAGLE-3 draft head for vLLM",
@@ -119,6 +120,8 @@ def readme(config: dict[str, Any], target_info: dict[str, Any], row: dict | None
             f"- expected acceptance length: {row['tau']:.2f} tokens per target forward on {row['suite']} "
             f"(tau = 1 + accepted / steps; {row.get('tree') or 'chain'}, K = {k}, greedy, {row['dtype']}, own decoder)"
         )
+    if adapter := target_info.get("adapter"):
+        lines.append(f"- TARGET is {target_info.get('model')} with the adapter {adapter} merged into it; serve it so")
     lines += [f"- {note}" for note in notes(config)]
     return "\n".join(lines) + "\n"
 

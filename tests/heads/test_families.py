@@ -159,7 +159,7 @@ def test_a_family_is_captured_taught_from_drafted_for_and_exported(family, more,
     optimizer, losses = torch.optim.AdamW(head.parameters(), lr=1e-3), []
     for _ in range(2):
         loss = head(batch).loss
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
