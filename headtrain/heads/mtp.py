@@ -127,7 +127,8 @@ class MtpHead(Unrolled):
 
     @torch.no_grad()
     def _calibrate(self, parts: TargetParts, sample: Batch) -> None:
-        """fc by regression on the direction of the token that is to be drafted, the norm scaled to the lowest loss."""
+        """fc by regression on the direction of the token after next, a layer that adds nothing, and the norm scaled to
+        where the loss is lowest."""
         self.to(sample.last_NT.device)
         slots, norm_H = slots_with_next(sample), parts.norm_weight.to(self.norm.weight)
         inputs = [
@@ -136,6 +137,8 @@ class MtpHead(Unrolled):
         ]
         wanted_PH = unit(parts.lm_head.to(norm_H) / norm_H)[sample.ids_N[slots + 2]]
         self.fc.weight.copy_(ridge(torch.cat(inputs[:: -1 if self.dialect.hidden_first else 1], 1), wanted_PH).T)
+        for layer in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            layer.weight.zero_()
         temper(self, sample)
 
     def attach(self, embedding: Tensor, lm_head: Tensor | None = None) -> None:

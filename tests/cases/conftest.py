@@ -92,7 +92,7 @@ def make_run(parts):
     The target's states are random, but for its choice, which is the answer.
     """
 
-    def make(run: Path, train: list[tuple[list[int], list[int]]], valid=()) -> Path:
+    def make(run: Path, train: list[tuple[list[int], list[int]]], valid=(), taps=TAPS) -> Path:
         g, infos, flat = torch.Generator().manual_seed(1), [], {}
         for n, (prompt, answer) in enumerate([*train, *valid]):
             ids = torch.tensor(prompt + answer, dtype=torch.int32)
@@ -102,6 +102,7 @@ def make_run(parts):
                 "taps": torch.randn(len(ids), 3, HIDDEN, generator=g) * torch.tensor([0.01, 1.0, 300.0])[:, None],
                 "last": last, "logsumexp": (last @ parts.lm_head.T).logsumexp(-1),
             }  # fmt: skip
+            fields["taps"] = fields["taps"][:, : len(taps)]
             for name, tensor in fields.items():
                 flat.setdefault(name, []).append(tensor)
             split = "train" if n < len(train) else "valid"
@@ -111,7 +112,7 @@ def make_run(parts):
         tensors = {name: torch.cat(parts_of) for name, parts_of in flat.items()}
         responses = {name: tensors[name] for name in ("ids", "supervised")}
         store.write_unit(run / "responses", "responses", 0, infos, responses, on_policy=True)
-        facts = {"norm": "post_norm", "taps": TAPS, "hidden": HIDDEN, "dtype": "float32"}
+        facts = {"norm": "post_norm", "taps": taps, "hidden": HIDDEN, "dtype": "float32"}
         store.write_unit(run / "captures", "captures", 0, infos, tensors, **facts)
         for kind in ("responses", "captures"):
             store.write_index(run / kind, kind, 1)

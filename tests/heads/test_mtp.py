@@ -338,6 +338,28 @@ def test_no_logit_depends_on_a_later_token_or_on_another_document(native, name, 
     assert late and not any(torch.equal(before[key], after[key]) for key in late)
 
 
+@pytest.mark.parametrize("family, tree", [
+    ("glm4_moe", "chain"), ("glm4_moe", "3x6"), ("deepseek_v3", "3x6"), ("qwen3_next", "chain"), ("qwen2", "chain"),
+])  # fmt: skip
+def test_text_decoded_with_the_module_is_the_targets_own(native, family, tree):
+    from transformers import AutoModelForCausalLM
+
+    from headtrain.eval.decoder.decode import decode
+    from headtrain.eval.decoder.drafters import Drafting, make_drafter
+    from headtrain.target import Target, _register_attention
+
+    _register_attention()
+    head, _, parts = native(family)
+    model = AutoModelForCausalLM.from_pretrained(parts.source.model, attn_implementation="headtrain")
+    target = Target(model, SimpleNamespace(eos_token_id=19), family)
+    prompts = [[3, 7, 1], [4, 4, 8, 2, 9], [11]]
+    settings = {"k": 3, "max_new_tokens": 20, "batch": 3}
+    plain = decode(target, make_drafter("none"), prompts, **settings)
+    drafted = decode(target, make_drafter("head", head, drafting=Drafting(tree=tree)), prompts, **settings)
+    assert [answer.ids for answer in drafted] == [answer.ids for answer in plain]
+    assert sum(step.drafted for answer in drafted for step in answer.steps) > 20
+
+
 # ------------------------------------------------------------------------------------------------ the folder
 
 
