@@ -151,12 +151,15 @@ class Target:
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
+                output_loading_info=True,
                 dtype=getattr(torch, dtype or config.dtype),
                 attn_implementation=config.attn_implementation,
                 **options,
             )
+            if missing := sorted(loaded["missing_keys"]):  # random weights stand there
+                raise ValueError(f"its files lack {', '.join(missing[:5])} ({len(missing)} in all); complete them")
             if config.adapter:
                 model = merge_adapter(model, config)
         except (OSError, ValueError) as error:
