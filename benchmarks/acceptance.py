@@ -168,7 +168,8 @@ def table(results: list[dict[str, Any]]) -> str:
     groups: dict[tuple, list[dict]] = {}
     for result in results:
         groups.setdefault((result["seconds"], result["name"]), []).append(result)
-    lines = ["| core-seconds | settings | seeds | τ held-out | τ HumanEval | valid τ | steps | epochs |", "|" + "---|" * 8]
+    lines = ["| core-seconds | settings | seeds | τ held-out | τ HumanEval | valid τ | steps | epochs |"]
+    lines.append("|" + "---|" * 8)
     for (seconds, name), group in sorted(groups.items()):
         cells = [_spread([value(result) for result in group]) for value in (
             lambda r: r["heldout"]["tau"], lambda r: r["humaneval"]["tau"], lambda r: r["valid_tau"])]  # fmt: skip

@@ -105,5 +105,5 @@ def test_peagle_reads_the_text_then_nothing_but_mask_tokens_at_rope_position_slo
     seen["watch"](peagle, "_read", "read", 0)
     peagle(row())
     layers = 2
-    assert seen["positions"] == [list(range(9))] * layers + [[4, 5, 6] + [5, 6]] * layers  # depths 1 and 2 in one pass
+    assert seen["positions"] == [list(range(9))] * layers + [[4, 5, 6, 5, 6]] * layers  # depths 1 and 2 in one pass
     assert seen["read"] == [IDS, [MASK]]

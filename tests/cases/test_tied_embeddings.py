@@ -63,7 +63,7 @@ def test_a_missing_lm_head_that_is_not_tied_is_an_error_that_names_the_keys(stor
         r"model.norm.weight.*set tie_word_embeddings=true"
     )):  # fmt: skip
         load_parts(stored(False, "absent"))
-    with pytest.raises(TargetError, match=r"its files lack lm_head\.weight \(1 in all\)"):  # transformers would make a random one
+    with pytest.raises(TargetError, match=r"its files lack lm_head\.weight \(1 in all\)"):  # not a random one
         Target.load(stored(False, "absent"))
 
 

@@ -439,6 +439,7 @@ def run(tmp_path):
 def recipe(**head):
     made = RecipeConfig()
     made.head.type, made.head.unroll, made.head.draft_vocab, made.target.device = "medusa", 3, "full", "cpu"
+    made.head.start = "random"
     made.train.precision, made.train.threads, made.train.batch_tokens, made.train.lr = "fp32", 1, 64, 3e-2
     made.train.steps, made.train.log_every, made.eval.k = 80, 20, [3]
     for key, value in head.items():
@@ -469,12 +470,26 @@ def test_the_trainer_teaches_it_the_toy_and_writes_its_accuracies(run, shared, m
     assert accuracy[0][0] > 0.8 and head.config.share_lm_head == shared
 
 
-def test_a_fresh_head_says_at_every_depth_what_the_targets_lm_head_says(run):
+def test_a_random_start_says_at_every_depth_what_the_targets_lm_head_says():
     parts, _ = toy()
     counts = torch.ones(V, dtype=torch.long)
-    head, batch = new_head(recipe(draft_vocab=20), parts, counts, counts, make_batch()), make_batch()
+    head, batch = new_head(recipe(draft_vocab=20, start="random"), parts, counts, counts, make_batch()), make_batch()
     for depth in range(3):
         assert torch.equal(head._at(batch.last_NT, depth)[0], batch.last_NT @ parts.lm_head[head.t2d].T)
+
+
+def test_the_calibrated_start_knows_whatever_of_later_states_is_linear_in_this_one():
+    """States that a matrix carries from each position to the next: every depth gives the target's later logits."""
+    parts, counts = toy()[0], torch.ones(V, dtype=torch.long)
+    batch, carry = make_batch(lengths=(60, 70, 60)), torch.linalg.qr(torch.randn(T, T))[0]
+    for p in range(1, len(batch.ids_N)):
+        if batch.positions_N[p]:
+            batch.last_NT[p] = carry @ batch.last_NT[p - 1]
+    head = new_head(recipe(draft_vocab=20, start="calibrated"), parts, counts, counts, batch)
+    for depth in range(3):
+        expected = batch.last_NT[11 + depth] @ parts.lm_head[head.t2d].T
+        gap = (head._at(batch.last_NT[10], depth)[0] - expected).abs().max()
+        assert gap < 0.05 * expected.abs().max()
 
 
 def test_a_parent_is_continued_and_a_rebuilt_vocabulary_moves_the_rows_of_every_lm_head(tmp_path):
@@ -501,7 +516,6 @@ def test_a_parent_is_continued_and_a_rebuilt_vocabulary_moves_the_rows_of_every_
 @pytest.mark.parametrize("option, said", [
     ("head.taps=[1,2]", r"head\.taps=.* heads of type medusa have no such setting"),
     ("head.intermediate=64", r"head\.intermediate=64: .* no such setting"),
-    ("head.start=random", r"head\.start=random: .* no such setting"),
     ("train.noise=0.1", r"train\.noise=0\.1: .* no such setting"),
     ("train.feature_weight=0.1", r"train\.feature_weight=0\.1: .* no such setting"),
     ("train.position_keep=0.5", r"train\.position_keep=0\.5: .* no such setting"),

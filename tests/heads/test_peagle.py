@@ -174,6 +174,17 @@ def test_only_as_many_depths_are_drafted_as_were_used_and_a_deeper_step_finds_th
         assert torch.allclose(torch.cat(found), expected, atol=1e-5)
 
 
+def test_no_two_rows_of_a_request_write_to_the_same_slot_padding_included(monkeypatch):
+    head, batch, seen = make_head(), make_batch(), []
+    run = head._run
+    monkeypatch.setattr(head, "_run", lambda *args: (seen.append(args[3]), run(*args))[1])
+    ids, taps = batch.ids_N[None, 1:7].repeat(3, 1), batch.taps_NAT[None, :6].repeat(3, 1, 1, 1)
+    head.extend(head.start(3, 6), ids, taps, None, torch.tensor([6, 1, 4]))
+    for counted, slots in zip((6, 1, 4), seen[0].tolist(), strict=True):
+        assert len(set(slots)) == 6 + DEPTHS - 1
+        assert slots[:counted] == list(range(counted)) and slots[6:] == list(range(counted, counted + DEPTHS - 1))
+
+
 def test_a_request_may_leave_between_two_steps():
     head, batch = make_head(), make_batch()
     ids = torch.stack([batch.ids_N[:13], batch.ids_N[22:35]])
