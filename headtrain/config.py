@@ -252,7 +252,7 @@ _ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
 # Head keys that only some types read; setting one for another type is an error.
 HEAD_KEYS: dict[str, tuple[str, ...]] = {
     "taps": TAPPED, "norm_before_residual": TAPPED, "norm_output": ("eagle3",),
-    **dict.fromkeys(("intermediate", "heads", "kv_heads", "head_dim", "start"), _ATTENDING),
+    **dict.fromkeys(("intermediate", "heads", "kv_heads", "head_dim"), _ATTENDING),
     **dict.fromkeys(("freeze_lm_head", "rebuild_vocab"), tuple(kind for kind in HEAD_TYPES if kind not in BORROWED)),
     "blocks": ("medusa",), "share_lm_head": ("medusa",), "dialect": ("mtp",),
     **dict.fromkeys(("layers", "train_embedding", "mask_token"), ("peagle",)),

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from headtrain.config import HeadSection, TrainConfig
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput, check_tensors
+from headtrain.heads.calibrate import ridge
 from headtrain.heads.layers import Pairs, Teacher, fused_loss
 from headtrain.heads.objectives import OBJECTIVES, WEIGHTS
 from headtrain.heads.vocab import draft_size, mapping, trained_pairs
@@ -111,9 +112,18 @@ class MedusaHead(Head):
         )
 
     def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
-        """Every head says what the target's own lm_head says. There is no closed-form start: seed changes nothing."""
-        for lm_head in self.lm_heads:
-            lm_head.weight.data.copy_(parts.lm_head[selected])
+        """Every head says what the target's own lm_head says of this state.
+
+        With a seed, and an lm_head for each depth: of the state that the target will have at that depth, as far as a
+        ridge regression on the supervised slots can tell it from this one (it is folded into the rows).
+        """
+        last_NT, rows_VT = sample.last_NT.float(), parts.lm_head[selected].to(sample.last_NT.device).float()
+        pairs = sample.supervised_N, sample.argmax_N, None, sample.cu_R1
+        for depth, lm_head in enumerate(self.lm_heads):
+            slots = trained_pairs(*pairs, depth + 1)[1][depth].nonzero()[:, 0]
+            told = seed is not None and not self.config.share_lm_head and len(slots)
+            ahead_TT = ridge(last_NT[slots], last_NT[slots + 1 + depth]) if told else None
+            lm_head.weight.data.copy_(rows_VT if ahead_TT is None else rows_VT @ ahead_TT.T)
 
     def train_as(self, section: HeadSection) -> None:
         """ValueError where the recipe asks for other heads than there are."""

@@ -101,7 +101,7 @@ def test_heads_that_learned_a_cycle_are_accepted_in_the_decoder_and_from_the_sav
     parts = TargetParts(embedding, lm_head, torch.ones(WIDTH), None, {}, set())
     head = new()
     head.attach(embedding, lm_head)
-    head.start_from(parts, torch.arange(VOCAB), None, None)
+    head.start_from(parts, torch.arange(VOCAB), batch_of([3], 0, torch.zeros(1, WIDTH)), None)
     ids = [CYCLE[n % 5] for n in range(27)]
     with torch.no_grad():
         last = target.model.model(torch.tensor([ids])).last_hidden_state[0]
