@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headtrain.config import HeadSection, TrainConfig
 from headtrain.facts import attention_sizes, mlp_size
-from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput
+from headtrain.heads.base import Batch, Head, HeadConfig, HeadOutput, check_tensors
 from headtrain.heads.drafting import DraftState
 from headtrain.heads.layers import (
     Pairs,
@@ -287,16 +287,7 @@ class Unrolled(Head):
 
     def load_portable(self, tensors: dict[str, Tensor], where: str) -> None:
         """Fills the head; ValueError lists every missing, unknown or mis-shaped tensor of file `where`."""
-        wanted = self.portable_tensors()
-        faults = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
-        faults += [f"{name} is not a tensor of this head" for name in tensors.keys() - wanted.keys()]
-        faults += [
-            f"{name} has shape {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
-            for name in wanted.keys() & tensors.keys()
-            if tensors[name].shape != wanted[name].shape
-        ]
-        if faults:
-            raise ValueError(f"{where}: " + "; ".join(sorted(faults)))
+        check_tensors(self.portable_tensors(), tensors, where)
         self.load_state_dict(tensors, strict=False)
         self.feature_scale.fill_(1.0)
 
