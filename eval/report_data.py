@@ -76,7 +76,7 @@ def _by_drafter(rows: list[dict[str, Any]], names: dict[tuple, str]) -> dict[str
         accepting = max(mine, key=lambda row: (row.get("kind") != "speed", row.get("steps") or 0))
         timed = min(mine, key=lambda row: (row.get("kind") != "speed", row.get("batch") or 0))
         one = {key: accepting.get(key) for key in MEASURED} | {key: timed.get(key) for key in TIMED}
-        one |= {f"timed_{key}": timed.get(key) for key in ("tau", "batch", "prompts")}
+        one |= {f"timed_{key}": timed.get(key) for key in ("tau", "batch", "prompts", "kind")}
         one |= {"drafter": key[0], "head": key[1], "by_prompt": by_prompt(accepting), "depths": by_depth(accepting)}
         out[names[key]] = one
     return out
@@ -129,18 +129,22 @@ def by_depth(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main_comparison(groups: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The setting the headline is about: first suite, lossless rule, lowest temperature, where most is gained."""
+    """The setting the headline is about: first suite, lossless rule, lowest temperature, where most is gained.
+
+    Where the suite has the head on its own, only such settings count, each by what the head gains there.
+    """
     if not groups:
         return None
 
     def gain(group: dict[str, Any]) -> tuple[float, float]:
-        rows = drafted(group).values()
+        rows = [head] if (head := pick(group, "head")) else drafted(group).values()
         speeds = [row["speedup"] for row in rows if known(row["speedup"])]
         taus = [row["tau"] for row in rows if known(row["tau"])]
         return max(speeds, default=0.0), max(taus, default=0.0)
 
     first = groups[0]["suite"]
     mine = [group for group in groups if group["suite"] == first]
+    mine = [group for group in mine if (row := pick(group, "head")) and known(row["tau"])] or mine
     mine = [group for group in mine if group["rule"] != "typical"] or mine
     lowest = min(group["temperature"] for group in mine)
     return max((group for group in mine if group["temperature"] == lowest), key=gain)
@@ -157,9 +161,9 @@ def drafted(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: row for name, row in group["drafters"].items() if name != "none"}
 
 
-def pick(group: dict[str, Any], drafter: str) -> dict[str, Any] | None:
-    """A drafter's numbers in a comparison; of several heads those of the one with the largest τ."""
-    rows = [row for row in group["drafters"].values() if row["drafter"] == drafter]
+def pick(group: dict[str, Any], drafter: str, head: str | None = None) -> dict[str, Any] | None:
+    """A drafter's numbers in a comparison, of this head; without one, of the head with the largest τ."""
+    rows = [row for row in group["drafters"].values() if row["drafter"] == drafter and head in (None, row["head"])]
     return max(rows, key=lambda row: row["tau"] if known(row["tau"]) else 0.0) if rows else None
 
 

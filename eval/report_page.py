@@ -16,6 +16,7 @@ from headtrain.eval.report_data import (
     drafted,
     first_of_each_suite,
     known,
+    labels,
     main_comparison,
     pick,
 )
@@ -47,7 +48,7 @@ def page(report: dict[str, Any]) -> str:
         f'<p class="lede">{escape(summary["headline"])}</p><p class="lede">{escape(summary["verdict"])}</p>',
         _tiles(report, groups, colours),
         _acceptance(report, groups, colours),
-        speed(groups, colours),
+        speed(report, groups, colours),
         costs(report, groups, colours),
         following(summary),
         serving(summary),
@@ -65,9 +66,11 @@ def _tiles(report: dict[str, Any], groups: list[dict[str, Any]], colours: Palett
     if group is None:
         return ""
     place, shown = suite_name(group["suite"]), [pick(group, name) for name in ("head", "ngram", "head+ngram")]
+    place += ", typical acceptance (lossy)" * (group["rule"] == "typical")
+    names = labels(report["results"])
     tiles = [
         tile(
-            colours[row["drafter"]], f"{drafter_name(row['drafter'])}: τ", number(row["tau"]),
+            colours[name := names[row["drafter"], row["head"]]], f"{drafter_name(name)}: τ", number(row["tau"]),
             f"tokens per target pass, {place}",
         )
         for row in shown if row and known(row["tau"])

@@ -8,22 +8,34 @@ from typing import Any
 from headtrain.eval.plots import Bar, Series, bar_plot, line_plot, share_plot
 from headtrain.eval.report_data import drafted, first_of_each_suite, known, labels, main_comparison, pick
 from headtrain.eval.report_html import Palette, callout, details, figure, legend, number, pair, section, table
-from headtrain.eval.report_words import drafter_name, heat_words, step_cost, suite_name, tree_words
+from headtrain.eval.report_words import drafter_name, heat_words, step_cost, suite_name, tree_words, whose
 
 
-def speed(groups: list[dict[str, Any]], colours: Palette) -> str:
+def speed(report: dict[str, Any], groups: list[dict[str, Any]], colours: Palette) -> str:
     """Tokens per second and where the time goes, in each suite's main setting."""
     timed = [group for group in groups if any(known(row["tokens_per_s"]) for row in group["drafters"].values())]
     if not timed:
         return ""
     rows = [row for group in timed for row in drafted(group).values()]
     workers = max((row["concurrent_workers"] or 1 for row in rows), default=1)
-    batches = ", ".join(map(str, sorted({row["timed_batch"] for row in rows if row["timed_batch"]})))
-    lead = f"Each prompt was answered by plain decoding and by every drafter in turn, at batch {escape(batches)}. "
+    lead = _how_timed([row for row in rows if known(row["tokens_per_s"])])
     if workers > 1:
         lead += f"Measurements ran {workers} at a time, so a speed is that of one of {workers} busy workers."
     plots = [_speed_plots(group, colours) for group in first_of_each_suite(timed)]
-    return section("How fast it is", _step_price(groups), *plots, lead=lead)
+    return section("How fast it is", _step_price(report, groups), *plots, lead=lead)
+
+
+def _how_timed(rows: list[dict[str, Any]]) -> str:
+    """Which speeds were timed in turn, and which are only those of the batched measurement of acceptance."""
+    batches: dict[bool, set[str]] = {True: set(), False: set()}
+    for row in rows:
+        batches[row["timed_kind"] == "speed"].add(str(row["timed_batch"] or "–"))
+    turn, apart = (escape(", ".join(sorted(batches[how], key=lambda text: (len(text), text)))) for how in (True, False))
+    lead = f"Each prompt was answered by plain decoding and by every drafter in turn, at batch {turn}. " if turn else ""
+    if apart:
+        lead += f"{'Other speeds' if turn else 'Speeds'} are those of measuring acceptance, at batch {apart}: plain "
+        lead += "decoding and the drafters ran one after the other, so a busy machine may have favoured one of them. "
+    return lead
 
 
 def _speed_plots(group: dict[str, Any], colours: Palette) -> str:
@@ -55,7 +67,7 @@ def _shares(draft: float, verify: float) -> list[tuple[str, str, float]]:
     return [("drafting", "c-head", draft), ("verifying", "c-both", verify), ("the rest", "c-plain", rest)]
 
 
-def _step_price(groups: list[dict[str, Any]]) -> str:
+def _step_price(report: dict[str, Any], groups: list[dict[str, Any]]) -> str:
     """What one step costs in plain steps: the number that turns acceptance into speed."""
     group = main_comparison(groups)
     row = pick(group, "head") if group else None
@@ -66,9 +78,9 @@ def _step_price(groups: list[dict[str, Any]]) -> str:
     if group["tree"] != "chain":
         does = f"drafts and verifies a {escape(tree_words(group['tree']))}"
     return (
-        f"<p>Speed-up = τ / the cost of a step. On {escape(suite_name(group['suite']))} a step with the head costs "
-        f"{cost:.2f} plain steps, since it {does}: drafting that settles fewer than {cost:.2f} tokens per step loses "
-        "time on this machine.</p>"
+        f"<p>Speed-up = τ / the cost of a step. On {escape(suite_name(group['suite']))} a step with "
+        f"{escape(whose(report, row))} costs {cost:.2f} plain steps, since it {does}: drafting that settles fewer than "
+        f"{cost:.2f} tokens per step loses time on this machine.</p>"
     )
 
 

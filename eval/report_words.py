@@ -22,6 +22,7 @@ SUITES = {
     "math500": "MATH-500", "alpaca": "Alpaca", "cnn_dm": "CNN/DM", "spec_bench": "Spec-Bench",
     "translation": "translation", "rag": "RAG", "code_edit": "code editing", "long_cot": "long chain-of-thought",
 }  # fmt: skip
+LOSSY = "Typical acceptance changes the output"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
 FREE = ("ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix")  # drafters that need no network
 
@@ -113,9 +114,8 @@ def verdict(report: dict[str, Any]) -> str:
     head = pick(group, "head") if group else None
     if head is None or not known(head["tau"]):
         return "The head has not been measured yet, so nothing can be said about how well it drafts."
-    shape = "" if group["tree"] == "chain" else f", with a {tree_words(group['tree'])},"
-    text = f"On {suite_name(group['suite'])} the head settles {head['tau']:.2f} tokens per target pass{shape}"
-    text += " (plain decoding: 1.00)"
+    text = f"On {suite_name(group['suite'])} {whose(report, head)} settles {head['tau']:.2f} tokens per target pass"
+    text += " (plain decoding: 1.00)" + f" with a {tree_words(group['tree'])}" * (group["tree"] != "chain")
     free = _free(groups, group)
     standing = against(head, free) if free else None
     name = f"free {drafter_name(free['drafter'])}{' lookup' * (free['drafter'] == 'ngram')}" if free else ""
@@ -127,18 +127,30 @@ def verdict(report: dict[str, Any]) -> str:
         text += f", level with the {name}'s {free['tau']:.2f} (the difference is within the noise)."
     else:
         text += ". No n-gram lookup was measured beside it, so whether it beats the free drafter is unknown."
-    return text + _together(group) + _pace(group["drafters"])
+    text += f" {LOSSY}: these are no numbers of lossless decoding." if group["rule"] == "typical" else ""
+    return text + _together(group, head) + _pace(group["drafters"])
+
+
+def whose(report: dict[str, Any], row: dict[str, Any]) -> str:
+    """The head of a result in words: by its id where the report has several."""
+    return f"head {row['head']}" if len(report["heads"]) > 1 else "the head"
+
+
+def head_facts(report: dict[str, Any], row: dict[str, Any] | None) -> dict[str, Any]:
+    """What the report says of the head of a result."""
+    return next((head for head in report["heads"] if row and head["id"] == row["head"]), report["heads"][0])
 
 
 def _free(groups: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any] | None:
-    """The best free drafter on the same prompts with the same K, which only ever drafts chains."""
+    """The best free drafter on the same prompts with the same K, which only ever drafts chains; lossy beside lossy."""
     same = [g for g in groups if all(g[key] == like[key] for key in ("suite", "temperature", "k"))]
+    same = [g for g in same if (g["rule"] == "typical") == (like["rule"] == "typical")]
     rows = [row for group in same for row in group["drafters"].values() if row["drafter"] in FREE and known(row["tau"])]
     return max(rows, key=lambda row: row["tau"], default=None)
 
 
-def _together(group: dict[str, Any]) -> str:
-    both, singles = pick(group, "head+ngram"), [pick(group, "head"), pick(group, "ngram")]
+def _together(group: dict[str, Any], head: dict[str, Any]) -> str:
+    both, singles = pick(group, "head+ngram", head["head"]), [head, pick(group, "ngram")]
     if not both or not known(both["tau"]):
         return ""
     singles = [row for row in singles if row and known(row["tau"])]
@@ -187,8 +199,8 @@ def forecast(report: dict[str, Any]) -> str:
     if one is None:
         return ""
     first, stop = one["best"][0], one["stops_paying"]
-    text = f"Prefill aside, the head is predicted to be fastest at K = {first['k']} at batch {first['batch']}, "
-    text += f"{first['speedup']:.2f}× plain speed; "
+    text = f"Prefill aside, {whose(report, head)} is predicted to be fastest at K = {first['k']} at batch "
+    text += f"{first['batch']}, {first['speedup']:.2f}× plain speed; "
     if stop is None:
         text += f"at every batch up to {one['best'][-1]['batch']} the head still pays."
     else:
@@ -205,6 +217,10 @@ def forecast(report: dict[str, Any]) -> str:
 def identity(report: dict[str, Any]) -> str:
     """Whether greedy speculative text equals plain greedy text."""
     greedy = [r for r in report["results"] if r["drafter"] != "none" and r.get("identical_to_plain") is not None]
+    if any(r.get("rule") == "typical" for r in report["results"] if r["drafter"] != "none"):
+        lossy = f"{LOSSY}: its text is not that of plain decoding, and is not compared with it. "
+        exact = [r for r in report["results"] if r.get("rule") != "typical"]
+        return lossy + (identity(report | {"results": exact}) if greedy else "")
     if not greedy:
         return "Whether speculative text equals plain text was not checked in this run."
     wrong = [r for r in greedy if not r["identical_to_plain"]]
@@ -237,9 +253,9 @@ def limits(report: dict[str, Any]) -> str:
     row = pick(group, "head") if group else None
     if not row or not known(row["tau"]):
         return "Nothing was measured for the head, so what limits it is unknown."
-    return _price(row) or _acceptance_limit(report, group, row) or _time_limit(report, group, row) or (
-        "Nothing sticks out: more data and longer training are the next lever."
-    )  # fmt: skip
+    about = f"About {whose(report, row)}: " if len(report["heads"]) > 1 else ""
+    found = _price(row) or _acceptance_limit(report, group, row) or _time_limit(report, group, row)
+    return about + (found or "Nothing sticks out: more data and longer training are the next lever.")
 
 
 def _price(row: dict[str, Any]) -> str:
@@ -261,8 +277,7 @@ def _acceptance_limit(report: dict[str, Any], group: dict[str, Any], row: dict[s
             f"The first guess: it is right in {alpha[0]:.0%} of the steps, and everything after it depends on it. "
             f"{_learning(report)}"
         )
-    head = next((head for head in report["heads"] if head["id"] == row["head"]), report["heads"][0])
-    coverage = (head.get("suite_coverage") or {}).get(group["suite"])
+    coverage = (head_facts(report, row).get("suite_coverage") or {}).get(group["suite"])
     if known(coverage) and coverage < 0.95:
         return (
             f"The draft vocabulary: {1 - coverage:.1%} of the target's tokens lie outside it and can never be drafted."
@@ -307,35 +322,38 @@ def next_steps(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str,
     """[{why, command}]: commands that fit what was found. Paths are relative to where the run was started."""
     run, results = report["run"], report["results"]
     steps = _train_again(run, config) if known(report["training"]["steps"]) else []
-    measure = f"headtrain eval head={run}/head recipe={run}/config.yaml"
-    measured = {row["k"] for row in results if row["drafter"] == "head"}
+    group = main_comparison(comparisons(results))
+    head = head_facts(report, pick(group, "head") if group else None)
+    place, of = f"head={run}/{head['path']}", f" (head {head['id']})" * (len(report["heads"]) > 1)
+    measure = f"headtrain eval {place} recipe={run}/config.yaml"
+    measured = {row["k"] for row in results if row["drafter"] == "head" and row["head"] in (None, head["id"])}
     if measured and (other := [k for k in (1, 2, 3, 5, 7) if k not in measured]):
         command = f"{measure} k=[{','.join(map(str, other))}]"
-        steps.append({"why": "Find the draft length that is fastest here", "command": command})
+        steps.append({"why": f"Find the draft length that is fastest here{of}", "command": command})
     if all(row["temperature"] == 0 for row in results):
-        steps.append({"why": "See how it drafts when sampling", "command": f"{measure} temperature=[0.7,1.0]"})
+        steps.append({"why": f"See how it drafts when sampling{of}", "command": f"{measure} temperature=[0.7,1.0]"})
     if not report["exports"]:
-        steps.append({"why": "Make the folder vLLM loads", "command": f"headtrain export head={run}/head format=vllm"})
+        steps.append({"why": f"Make the folder vLLM loads{of}", "command": f"headtrain export {place} format=vllm"})
     return steps
 
 
 def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
     """[{engine, k, note, command}]: how to serve the head with the K that was best here; command None where it cannot.
 
-    The K is the cost model's at batch 1, else the fastest timed, else the one with the largest τ, of exact chains (vLLM
-    and TensorRT-LLM draft chains; for SGLang the best tree follows where one was faster).
+    The K is the cost model's at batch 1, else the fastest timed, else the one with the largest τ, of lossless chains
+    (vLLM and TensorRT-LLM draft chains; for SGLang the head's best tree follows where it was faster than its chain).
     """
-    groups = comparisons(report["results"])
+    groups = [group for group in comparisons(report["results"]) if group["rule"] != "typical"]
     chain = main_comparison([group for group in groups if group["tree"] == "chain"])
     head = pick(chain, "head") if chain else None
     if head is None:
         return []
-    facts = next((one for one in report["heads"] if one["id"] == head["head"]), report["heads"][0])
+    facts = head_facts(report, head)
     if facts["type"] != "eagle3":
         return []
     one = series_of(report, chain, "head", head["head"])
     k = one["best"][0]["k"] if one else chain["k"]
-    how = "predicted fastest" if one else "the fastest measured" if known(head["speedup"]) else "of the largest τ"
+    how = "predicted fastest here at batch 1" if one else _how_fast(head)
     places = {item["engine"]: item["path"] for item in report["exports"]} if len(report["heads"]) == 1 else {}
     fixed = {"taps": facts.get("taps"), "layers": report["target"].get("layers")}
 
@@ -347,12 +365,29 @@ def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
             command = serve_command(engine, servable_name(report["target"].get("model")), place, k, **tree, **fixed)
         return {"engine": ENGINES[engine], "k": k, "note": note, "command": command}
 
-    out = [entry(engine, k, f"K = {k}, {how} here at batch 1") for engine in ENGINES]
-    group = main_comparison(groups)
-    if (shape := re.fullmatch(r"(\d+)x(\d+)", group["tree"])) and pick(group, "head"):
-        note = f"a tree of depth {group['k']}, better here than any chain"
-        out.append(entry("sglang", group["k"], note, width=int(shape[1]), nodes=int(shape[2])))
+    out = [entry(engine, k, f"K = {k}, {how}") for engine in ENGINES]
+    tree = main_comparison([group for group in groups if re.fullmatch(r"\d+x\d+", group["tree"])
+                            and all(group[key] == chain[key] for key in ("suite", "temperature"))])  # fmt: skip
+    row = pick(tree, "head", head["head"]) if tree else None
+    if row and _faster(row, head):
+        note = f"a tree of depth {tree['k']}, faster here than its chain of K = {chain['k']}"
+        width, nodes = map(int, tree["tree"].split("x"))
+        out.append(entry("sglang", tree["k"], note, width=width, nodes=nodes))
     return out
+
+
+def _how_fast(row: dict[str, Any]) -> str:
+    """In what sense a measured K is the best, for a note beside it."""
+    if not known(row["speedup"]):
+        return "of the largest τ here"
+    apart = "" if row["timed_kind"] == "speed" else ", where drafters ran one after the other, not in turn"
+    return f"the fastest measured here at batch {row['timed_batch'] or '–'}{apart}"
+
+
+def _faster(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether a speed-up is larger than another that was timed in the same way."""
+    same = all(ours[key] == theirs[key] for key in ("timed_kind", "timed_batch"))
+    return same and known(ours["speedup"]) and known(theirs["speedup"]) and ours["speedup"] > theirs["speedup"]
 
 
 def _train_again(run: str, config: dict[str, Any]) -> list[dict[str, str]]:

@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from headtrain.eval.acceptance import metrics, tau_interval
 from headtrain.eval.report import ReportError, build, public, table
 from headtrain.eval.report_data import against, comparisons
-from headtrain.eval.report_words import _pace, limits, verdict
+from headtrain.eval.report_html import palette
+from headtrain.eval.report_speed import speed
+from headtrain.eval.report_words import KINDS, LOSSY, _pace, engine_flags, identity, limits, verdict
 from headtrain.files import sha256_file, write_json
 
 K = 5
@@ -571,8 +573,69 @@ def test_sglang_is_told_the_tree_where_one_did_best(run):
              for row in results["results"] if row["drafter"] == "head"]  # fmt: skip
     report = build(run, results | {"results": results["results"] + trees})
     assert "--speculative-eagle-topk 4 --speculative-num-draft-tokens 17" in report["summary"]["engines"][-1]["command"]
-    assert "with a dynamic tree 4x16" in report["summary"]["verdict"]
+    assert "(plain decoding: 1.00) with a dynamic tree 4x16 (top 4" in report["summary"]["verdict"]
     assert "the free n-gram lookup" in report["summary"]["verdict"], "chains on the same prompts stand beside a tree"
+
+
+def lossy(results):
+    """The same results under typical acceptance, which evaluation does not compare with plain text."""
+    return [row | {"rule": "typical", "identical_to_plain": None} for row in results]
+
+
+def test_sglang_is_not_told_a_tree_that_is_slower_than_the_heads_own_chain():
+    heads = [{"id": "head", "type": "eagle3", "path": "head", "taps": None}]
+    both = [("chain", {"head": 0.61, "ngram": 0.5}), ("4x16", {"head": 0.36, "ngram": 2.0})]
+    rows = [row | {"tree": tree, "speedup": speeds[row["drafter"]]} for tree, speeds in both
+            for row in make_results()["results"] if row["drafter"] in speeds]  # fmt: skip
+    report = {"heads": heads, "results": rows, "exports": [], "target": {}, "run": "r", "cost": None}
+    assert [one["engine"] for one in engine_flags(report)] == ["vLLM", "SGLang", "TensorRT-LLM"]
+    rows = [row | {"speedup": 0.7} if row["tree"] != "chain" and row["drafter"] == "head" else row for row in rows]
+    assert "faster here than its chain of K = 5" in engine_flags(report | {"results": rows})[-1]["note"]
+    rows = [row | {"kind": "acceptance", "batch": 32} if row["tree"] != "chain" else row for row in rows]
+    assert len(engine_flags(report | {"results": rows})) == 3, "speeds of different batches do not compare"
+
+
+def test_lossy_acceptance_is_never_sold_as_the_result(run):
+    results = make_results()
+    report = build(run, results | {"results": lossy(results["results"])})
+    summary = report["summary"]
+    assert summary["engines"] == []
+    assert all("Typical acceptance changes the output" in summary[key] for key in ("verdict", "identity"))
+    assert "typical acceptance (lossy)" in " ".join(page_of(run).text)
+    mixed = report | {"results": results["results"] + lossy(results["results"])}
+    assert LOSSY in identity(mixed) and "text equals plain greedy decoding" in identity(mixed)
+    assert LOSSY not in verdict(mixed) and len(engine_flags(mixed)) == 3
+
+
+def test_speeds_that_were_not_timed_in_turn_are_not_said_to_be():
+    def said(kinds):
+        rows = [row for row in make_results()["results"] if row["kind"] in kinds]
+        report = {"heads": [{"id": "head", "type": "eagle3", "path": "head"}], "results": rows, "exports": [],
+                  "target": {}, "run": "r", "cost": None}  # fmt: skip
+        return speed(report, comparisons(rows), palette(rows)), engine_flags(report)[0]["note"]
+
+    lead, note = said(("acceptance",))
+    assert "by every drafter in turn" not in lead and "at batch 32: plain decoding and the drafters ran one" in lead
+    assert "measured here at batch 32" in note and "not in turn" in note
+    lead, note = said(("acceptance", "speed"))
+    assert "by every drafter in turn, at batch 1." in lead and "one after the other" not in lead
+    assert note == "K = 5, the fastest measured here at batch 1"
+
+
+def test_with_several_heads_sentences_and_commands_name_the_one_they_mean(wide):
+    summary = build(wide, make_wide_results())["summary"]
+    meant = re.search(r"head (small|big) settles", summary["verdict"])[1]
+    assert f"About head {meant}:" in summary["limits"] and f"head {meant} is predicted" in summary["forecast"]
+    commands = [step for step in summary["next"] if "head=" in step["command"]]
+    assert commands and all(f"head=runs/demo/heads/{meant} " in step["command"] for step in commands)
+    assert all(f"(head {meant})" in step["why"] for step in commands)
+    assert f"a step with head {meant} costs" in html_text(wide)
+
+
+def test_every_head_type_has_a_proper_name():
+    from headtrain.heads.base import HEADS
+
+    assert HEADS.keys() <= KINDS.keys()
 
 
 def test_an_engine_that_would_run_the_head_otherwise_gets_no_command(run):

@@ -56,6 +56,15 @@ def test_trees_and_lossy_rules_are_comparisons_of_their_own_and_plain_decoding_s
     assert main_comparison(groups[2:])["rule"] == "typical", "unless nothing else was measured"
 
 
+def test_the_headline_is_about_a_setting_that_has_the_head_and_about_what_the_head_gains_there():
+    alone = row("ngram", k=7, kind="speed", speedup=3.0)
+    slow, fast = row(k=3, kind="speed", speedup=0.6), row(k=5, kind="speed", speedup=0.8)
+    helped = row("ngram", k=3, kind="speed", speedup=2.0)
+    assert main_comparison(comparisons([alone, slow, helped, fast]))["k"] == 5
+    assert main_comparison(comparisons([alone, helped]))["k"] == 7, "without a head the best of any drafter"
+    assert main_comparison(comparisons([alone, slow | {"rule": "typical"}]))["rule"] == "typical"
+
+
 def test_a_trees_rate_counts_its_depth_and_its_nodes_separately():
     # One step of a tree 2 deep with 6 nodes whose two right ones lie on one path.
     tree = row(accepted=((2,),), k=2, tree="2x6", nodes_per_step=[6])
