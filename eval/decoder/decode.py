@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -138,7 +138,7 @@ class _Chunk:
 
     @torch.inference_mode()
     def run(self) -> None:
-        if self.nodes > self.k:
+        if self.drafter.branches:
             self._allow_trees()
         began = self.clock.now()
         news = self._prefill()
@@ -189,12 +189,13 @@ class _Chunk:
         # A chain drafts no further than the longest budget. A tree's shape depends on its depth, and must not depend
         # on other requests' budgets.
         room = max(self.budget - len(row.ids) for row in self.decoded) - 1  # a step adds its bonus token too
-        depth = self.k if self.nodes > self.k else min(self.k, room)
+        depth = self.k if self.drafter.branches else min(self.k, room)
         tree = self.drafter.propose(depth, None if uniform_BU is None else uniform_BU[:, : self.nodes])
-        if tree.is_chain:
-            return DraftTree.chain(tree.tokens, torch.minimum(tree.counts, self.left_B - 1), tree.q)
-        self._allow_trees()
-        return tree
+        if self.drafter.branches:  # a chain is a tree here: what becomes of it must not depend on its neighbours' trees
+            return replace(tree, chain_shaped=False)
+        if not tree.is_chain:
+            raise ValueError(f"drafter {self.drafter.name} proposed a tree, but does not say that it branches")
+        return DraftTree.chain(tree.tokens, torch.minimum(tree.counts, self.left_B - 1), tree.q)
 
     def _step(self) -> News:
         began, uniform_BU = self.clock.now(), self._uniform()

@@ -104,7 +104,7 @@ class TreeOracle(Oracle):
     Every depth has the next token, a wrong sibling of it, and the same token once more below the wrong sibling.
     """
 
-    name = "tree oracle"
+    name, branches = "tree oracle", True
 
     def nodes(self, k):
         return 3 * k

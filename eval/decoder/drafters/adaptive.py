@@ -53,7 +53,8 @@ class AdaptiveDrafter(Drafter):
         if not 0 < plain_below <= 1:
             raise ValueError(f"plain_below={plain_below}: a share of drafted tokens, above 0 and at most 1, is needed")
         self.drafter, self.plain_below = drafter, plain_below
-        self.name, self.taps, self.nodes, self.bind = drafter.name, drafter.taps, drafter.nodes, drafter.bind
+        self.name, self.taps, self.branches = drafter.name, drafter.taps, drafter.branches
+        self.nodes, self.bind = drafter.nodes, drafter.bind
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         self._rows, self._depth_B = [Request() for _ in prompts], None

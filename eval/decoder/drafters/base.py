@@ -35,14 +35,16 @@ class News:
 class Drafter:
     """Proposes tokens for a batch of requests. One object serves many batches: `start` begins a new one.
 
-    `taps`: the target layers (1 … layers) whose residual stream `observe` needs; empty for none.
+    `taps`: the target layers (1 … layers) whose residual stream `observe` needs; empty for none. `branches`: whether a
+    proposal may be anything but a chain.
     """
 
     name = ""
     taps: tuple[int, ...] = ()
+    branches = False
 
     def nodes(self, k: int) -> int:
-        """The most nodes a proposal of depth k has; more than k for trees only."""
+        """The most nodes a proposal of depth k has."""
         return k
 
     def bind(self, target: Target, cache: KVCache) -> None:

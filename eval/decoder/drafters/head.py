@@ -40,6 +40,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, sampling: Sampling, shape: TreeShape | None = None, min_confidence: float = 0.0):
         self.head, self.sampling, self.shape = head, sampling, shape or TreeShape()
         self.taps, words = tuple(head.config.taps), head.config.draft_vocab_size
+        self.branches = self.shape.branches
         self.least = math.log(min_confidence) if min_confidence else -math.inf
         if self.shape.drawn and sampling.greedy:
             raise ValueError("a tree of drawn tokens (iid-…) needs a temperature above 0; at 0 use chain or 4x16")

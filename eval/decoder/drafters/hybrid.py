@@ -23,6 +23,7 @@ class HybridDrafter(Drafter):
     def __init__(self, head: HeadDrafter, copier: Drafter, in_one_tree: bool = False):
         self.head, self.copier, self.in_one_tree, self.taps = head, copier, in_one_tree, head.taps
         self.name = "head+ngram-tree" if in_one_tree else "head+ngram"
+        self.branches = in_one_tree or head.branches
 
     def nodes(self, k: int) -> int:
         return self.head.nodes(k) + self.copier.nodes(k) if self.in_one_tree else max(self.head.nodes(k), k)

@@ -25,6 +25,10 @@ class TreeShape:
     drawn: bool = False
     static: bool = False
 
+    @property
+    def branches(self) -> bool:
+        return self.static or self.width > 1
+
     @classmethod
     def parse(cls, text: str) -> TreeShape:
         """`chain`, `4x16`, `iid-2x8` or `static-16`; ValueError names the text and shows the forms."""

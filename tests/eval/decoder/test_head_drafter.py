@@ -316,3 +316,14 @@ def test_sampled_texts_follow_the_targets_own_distribution(name, drafting, make)
     chi2, freedom = float(((counts - expected)[big] ** 2 / expected[big]).sum()), int(big.sum())
     assert freedom > 20 and chi2 < freedom + 4 * (2 * freedom) ** 0.5
     assert sum(step.accepted for a in answers for step in a.steps) > 0.1 * n
+
+
+@pytest.mark.parametrize("name", ["head", "head+ngram", "head+ngram-tree"])
+@pytest.mark.parametrize("tree", ["iid-2x3", "iid-2x8", "2x3", "3x4"])
+def test_a_sampled_trees_answer_does_not_depend_on_its_batch(name, tree, target, sharp):
+    """Also where the tree has no more nodes than a chain of that depth, so that it might be taken for one."""
+    drafter = make_drafter(name, sharp, Sampling(6.0), Drafting(tree=tree), target)
+    prompts = [[7 + i, 8, 9] for i in range(5)]
+    options = {"k": 5, "max_new_tokens": 12, "temperature": 6.0}
+    together = [a.ids for a in decode(target, drafter, prompts, **options)]
+    assert together == [a.ids for a in decode(target, drafter, prompts, batch=1, **options)]

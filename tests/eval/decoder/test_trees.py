@@ -47,7 +47,7 @@ def test_random_trees_change_nothing(target, prompts, reference):
     class Random(Drafter):
         """Nodes anywhere, counts from none to all, of few enough tokens that some are right by chance."""
 
-        name = "random"
+        name, branches = "random", True
 
         def nodes(self, k):
             return 40
@@ -158,7 +158,7 @@ class Drawn(Drafter):
     """Six nodes: two children of the root and two of each of them. `point`: the same tokens always, else drawn from a
     distribution that depends on the token above."""
 
-    name = "drawn"
+    name, branches = "drawn", True
 
     def __init__(self, point, vocab=8):
         generator = torch.Generator().manual_seed(3)
