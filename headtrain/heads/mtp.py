@@ -67,11 +67,9 @@ class MtpHead(Unrolled):
         if section.init_from == SCRATCH:
             return cls._random(section, parts)
         native = read_native(parts.source, parts.config.num_hidden_layers)
-        if section.dialect not in (None, native.dialect):
-            raise ValueError(f"head.dialect={section.dialect}: the target's MTP module is of dialect {native.dialect}")
-        experts = "single" if any(map(EXPERT.fullmatch, native.tensors)) else None
+        experts = None
         if any(".mlp.experts." in name for name in native.tensors):
-            experts = experts or "merged"
+            experts = "single" if any(map(EXPERT.fullmatch, native.tensors)) else "merged"
         text = text_config(native.config)
         latent = getattr(text, "kv_lora_rank", None) is not None
         heads = text.num_attention_heads
