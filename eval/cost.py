@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headtrain.cache import KVCache
     from headtrain.eval.decoder.drafters.base import Drafter, News
     from headtrain.target import Target
 
@@ -63,8 +64,7 @@ def measure_costs(
             once.append(forward)
         for names, drafter, k in runs:
             walk = _Walk(target, drafter, here, k)
-            chain = drafter.nodes(k) == k
-            for depth in sorted({k, *(d for d in DEPTHS if d < k and chain)}):
+            for depth in sorted({k, *(d for d in DEPTHS if d < k and not drafter.branches)}):
                 labels.append({"what": "draft", **names, "k": depth, "tokens": drafter.nodes(depth)})
                 once.append(lambda walk=walk, depth=depth: walk.step(depth))
         seconds: list[list[float]] = [[] for _ in once]
@@ -92,28 +92,36 @@ def _clock(target: Target) -> float:
     return time.perf_counter()
 
 
+def _cache(target: Target, batch: int, capacity: int) -> KVCache:
+    from headtrain.cache import KVCache, StateCache
+
+    return (StateCache if target.stateful else KVCache)(batch, capacity)
+
+
 def _forwards(target: Target, texts: list[Text], context: int, widest: int):
     """(tokens, function that runs one verification of so many positions per request and returns its seconds)."""
     import torch
-
-    from headtrain.cache import KVCache
 
     sizes = [n for n in TOKENS if n < widest] + [widest]
     most = getattr(target.config, "max_position_embeddings", None) or math.inf
     context = max(1, min(context, int(min(most, 2**31)) - widest))
     ids = [(prompt + answer) * -(-context // len(prompt + answer)) for prompt, answer in texts]
     tokens_BL = torch.tensor([row[:context] for row in ids], device=target.device)
-    cache = KVCache(len(texts), context + widest)
+    cache = _cache(target, len(texts), context + widest)
     with torch.inference_mode():
         target.forward(tokens_BL, cache)
 
     @torch.inference_mode()
     def once(count: int) -> float:
+        before = cache.snapshot() if target.stateful else {}
         new_BL = tokens_BL[:, -1:].expand(-1, count).contiguous()
         slots_BL = torch.arange(context, context + count, device=target.device).expand(len(texts), count)
         began = _clock(target)
         target.logits(target.forward(new_BL, cache, slots_BL).last_BLH).argmax(-1).tolist()
-        return _clock(target) - began
+        taken = _clock(target) - began
+        if target.stateful:
+            cache.states = before
+        return taken
 
     for count in sizes:
         yield count, lambda count=count: once(count)
@@ -125,14 +133,12 @@ class _Walk:
     def __init__(self, target: Target, drafter: Drafter, texts: list[Text], deepest: int):
         import torch
 
-        from headtrain.cache import KVCache
-
         self.target, self.drafter = target, drafter
         self.prompts = [prompt for prompt, _ in texts]
         self.rows = [prompt + answer for prompt, answer in texts]
         width = max(map(len, self.rows))
         self.ids_BL = torch.tensor([row + [0] * (width - len(row)) for row in self.rows], device=target.device)
-        self.cache = KVCache(len(texts), width + deepest + 1)  # drafting on the target's own layers reads it
+        self.cache = _cache(target, len(texts), width + deepest + 1)  # drafting on the target's own layers reads it
         with torch.inference_mode():
             self.states = target.forward(self.ids_BL, self.cache, taps=drafter.taps)
         self.steps_left = 0

@@ -8,6 +8,7 @@ Each leaves one whole JSON file under `units/`; a restart does what is missing.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headtrain.config import HEAD_DRAFTERS, RecipeConfig
+from headtrain.config import HEAD_DRAFTERS, ConfigError, RecipeConfig
 from headtrain.eval.suites import EvalPrompt
 from headtrain.files import claimed, read_json, write_json
 
@@ -57,8 +58,13 @@ class Unit:
 
 # ------------------------------------------------------------------------------------------------- the plan
 
-def plan_units(config: RecipeConfig, prompts: list[EvalPrompt], heads: Sequence[str] = ("head",)) -> list[Unit]:
-    """All units, in the order to do them; the same list for the same config, prompts (`ids` filled in) and head ids."""
+def plan_units(
+    config: RecipeConfig, prompts: list[EvalPrompt], heads: Sequence[str] = ("head",), positions: float = math.inf
+) -> list[Unit]:
+    """All units, in the order to do them; the same list for the same arguments.
+
+    prompts: with `ids` filled in. heads: ids. positions: how many the target has, see `positions_of`.
+    """
     for prompt in prompts:
         if not prompt.ids:
             raise ValueError(f"prompt {prompt.id} of suite {prompt.suite} has no token ids; tokenise the prompts first")
@@ -69,7 +75,7 @@ def plan_units(config: RecipeConfig, prompts: list[EvalPrompt], heads: Sequence[
     acceptance = [u for temperature in runs for u in _acceptance_units(config, suites, temperature, runs[temperature])]
     speed = [u for temperature in runs for u in _speed_units(config, suites, temperature, runs[temperature])]
     acceptance.sort(key=lambda unit: unit.needs is not None)  # plain texts first: the others wait for them
-    return acceptance + speed + _cost_units(config, acceptance, runs)
+    return acceptance + speed + _cost_units(config, acceptance, runs, positions)
 
 
 def runs_of(config: RecipeConfig, heads: Sequence[str], temperature: float) -> list[Run]:
@@ -120,12 +126,15 @@ def _speed_units(config, suites: dict[str, list[EvalPrompt]], temperature: float
     ]  # fmt: skip
 
 
-def _cost_units(config: RecipeConfig, acceptance: list[Unit], runs: dict[float, list[Run]]) -> list[Unit]:
-    """One unit per head (one in all without a head) on the first prompts: lowest temperature, largest K."""
-    if not config.eval.cost_batches:
-        return []
+def _cost_units(
+    config: RecipeConfig, acceptance: list[Unit], runs: dict[float, list[Run]], positions: float
+) -> list[Unit]:
+    """One unit per head (one in all without a head) on the first prompts that fit: lowest temperature, largest K."""
     lowest = min(runs)
-    first = next(unit for unit in acceptance if unit.temperature == lowest and not unit.needs)
+    plain = [unit for unit in acceptance if unit.temperature == lowest and not unit.needs]
+    first = next((unit for unit in plain if any(_fits(unit, prompt, positions) for prompt in unit.prompts)), None)
+    if not config.eval.cost_batches or first is None:
+        return []
     timed = [run for run in runs[lowest] if run.drafter != PLAIN and run.k == max(config.eval.k)]
     heads = list(dict.fromkeys(run.head for run in timed if run.head)) or [None]
     return [
@@ -135,6 +144,15 @@ def _cost_units(config: RecipeConfig, acceptance: list[Unit], runs: dict[float, 
         )
         for head in heads
     ]  # fmt: skip
+
+
+def positions_of(target: Target) -> float:
+    """How many tokens a prompt and its answer may have together."""
+    return getattr(target.config, "max_position_embeddings", None) or math.inf
+
+
+def _fits(unit: Unit, prompt: EvalPrompt, positions: float) -> bool:
+    return len(prompt.ids) + unit.max_new_tokens <= positions
 
 
 def _name(*parts: str) -> str:
@@ -169,6 +187,7 @@ def work(
     A unit is claimed by a lock that dies with its process. Returns when every unit has its file, whoever made it.
     heads: by the ids of the plan. workers: how many processes run at once; it is written beside each timing.
     tokenise(messages): ids as serving would send them, needed for prompts with later turns.
+    Raises ConfigError, before anything is decoded, for a setting that a head cannot do.
     """
     from headtrain.lean import speed_up
     from headtrain.packed import pack_linears
@@ -179,6 +198,7 @@ def work(
         pack_linears(head.requires_grad_(False))
     (Path(folder) / "units").mkdir(parents=True, exist_ok=True)
     worker = _Worker(config, target, heads, Path(folder), tokenise, draft_model)
+    worker.check(units)
     facts = {key: getattr(config.eval, key) for key in ("top_p", "top_k", "min_p", "rule")}
     facts |= {"dtype": str(target.dtype).removeprefix("torch."), "template": template_mark(target)}
     facts |= {"device": target.device.type, "concurrent_workers": workers}
@@ -223,11 +243,24 @@ class _Worker:
         self.tokenise, self.draft_model = tokenise, draft_model
         self.warm = False
 
+    def check(self, units: list[Unit]) -> None:
+        """Builds every drafter once and asks it for each of its depths."""
+        for run, temperature in dict.fromkeys((run, unit.temperature) for unit in units for run in unit.runs):
+            key = f"tree={run.tree}" if run.head else f"drafters={run.drafter}"
+            try:
+                drafter = self.drafter(run, temperature)
+                key = f"k={run.k}"
+                drafter.nodes(run.k)
+            except ValueError as error:
+                raise ConfigError(f"{f'head {run.head}, ' if run.head else ''}eval.{key}: {error}") from error
+
     def rows(self, unit: Unit) -> list[dict[str, Any]]:
-        drafters = [self.drafter(run, unit.temperature) for run in unit.runs]
         if unit.kind == "speed" and not self.warm:  # what a process sets up once is not timed
-            self.warm = bool(self.speed(replace(unit, max_new_tokens=4), drafters))
-        return getattr(self, unit.kind)(unit, drafters)
+            self.warm = bool(self.speed(replace(unit, max_new_tokens=4), self.drafters(unit)))
+        return getattr(self, unit.kind)(unit, self.drafters(unit))
+
+    def drafters(self, unit: Unit) -> list[Drafter]:
+        return [self.drafter(run, unit.temperature) for run in unit.runs]
 
     def drafter(self, run: Run, temperature: float) -> Drafter:
         """A new one: what a drafter remembers of earlier outputs depends on its unit alone."""
@@ -299,8 +332,7 @@ class _Worker:
 
     def fitting(self, unit: Unit, prompts: list[EvalPrompt]) -> tuple[list[EvalPrompt], list[dict[str, Any]]]:
         """Prompts the target has positions for, and a row with the reason for each of the others."""
-        most = getattr(self.target.config, "max_position_embeddings", None) or float("inf")
-        fits = [p for p in prompts if len(p.ids) + unit.max_new_tokens <= most]
+        fits = [p for p in prompts if _fits(unit, p, positions_of(self.target))]
         return fits, [{"id": p.id, "left_out": "longer_than_the_target's_positions"} for p in prompts if p not in fits]
 
     def next_turn(self, prompt: EvalPrompt, answer: list[int]) -> EvalPrompt:

@@ -68,7 +68,7 @@ def _check(name: str, head: Head, store: CaptureStore) -> None:
             f"head {name}: made for a target with {c.vocab_size} tokens and hidden size {c.target_hidden_size}; the "
             f"captures in {store.folder} are of one with {store.index['vocab']} and {store.hidden}"
         )
-    if list(c.taps) != list(store.taps):
+    if c.taps and list(c.taps) != list(store.taps):
         raise OfflineError(f"head {name} reads taps {c.taps}; the captures in {store.folder} have {store.taps}")
 
 

@@ -98,6 +98,8 @@ def _checked(results: dict[str, Any], warnings: list[str]) -> list[dict[str, Any
     """The results with every number finite or null; each null that was NaN is a warning."""
     rows = results.get("results")
     if not rows:
+        if left_out := ", ".join(f"{n} {why}" for why, n in (results.get("left_out") or {}).items()):
+            raise ReportError(f"there are no results to report, since all prompts were left out: {left_out}")
         raise ReportError("there are no results to report: run `headtrain eval` on the head first")
     clean = []
     for i, row in enumerate(rows):
@@ -142,7 +144,7 @@ def _head(run: Path, place: dict[str, str]) -> tuple[dict[str, Any], dict[str, A
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ReportError(f"{folder / name} is missing: train the head first (headtrain train)")
-    ours = read_json(folder / "config.json").get("headtrain")
+    ours = read_json(folder / "config.json", "copy the head again").get("headtrain")
     if not isinstance(ours, dict):
         raise ReportError(f"{folder / 'config.json'} has no `headtrain` section, so it is no head of headtrain's")
     weights = folder / "model.safetensors"

@@ -61,6 +61,13 @@ class Suite:
     limit: int = LIMIT
 
 
+def _text(row: dict[Any, Any], key: Any) -> str:
+    """ValueError for what is no text, or a blank one: a template would hide it."""
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise ValueError(f"{key}: a text is needed, not {str(row[key])[:40]!r}")
+    return row[key]
+
+
 def _turns(row: dict[str, Any]) -> list[str]:
     """MT-Bench's rows: `turns` in its own files, `prompt` on the Hub."""
     return list(row["turns"] if row.get("turns") else row["prompt"])
@@ -73,41 +80,41 @@ def _spec_bench_task(row: dict[str, Any]) -> str:
 
 
 def _problem(row: dict[str, Any]) -> list[str]:
-    return [row["problem"]]
+    return [_text(row, "problem")]
 
 
 def _summary(row: dict[str, Any]) -> list[str]:
-    return [f"Summarize this article:\n\n{row['article']}"]
+    return [f"Summarize this article:\n\n{_text(row, 'article')}"]
 
 
 def _code(row: dict[str, Any]) -> list[str]:
-    return [f"Complete the following Python function:\n\n```python\n{row['prompt'].rstrip()}\n```"]
+    return [f"Complete the following Python function:\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"]
 
 
 def _alpaca(row: dict[str, Any]) -> list[str]:
-    return ["\n\n".join(filter(None, (row["instruction"], row.get("input"))))]
+    return ["\n\n".join(filter(None, (_text(row, "instruction"), row.get("input"))))]
 
 
 def _translation(row: dict[str, Any]) -> list[str]:
-    (other,) = (text for language, text in row["translation"].items() if language != "en")
-    return [f"Translate into English:\n\n{other}"]
+    (other,) = (language for language in row["translation"] if language != "en")
+    return [f"Translate into English:\n\n{_text(row['translation'], other)}"]
 
 
 def _rag(row: dict[str, Any]) -> list[str]:
     context = row["context"] if isinstance(row["context"], str) else "\n\n".join(row["context"])
-    return [f"{context}\n\nUsing the text above, answer this question: {row['question']}"]
+    return [f"{context}\n\nUsing the text above, answer this question: {_text(row, 'question')}"]
 
 
 def _code_edit(row: dict[str, Any]) -> list[str]:
     """CanItEdit's rows, and InstructCoder's."""
     wish, code = ("instruction_descriptive", "before") if "before" in row else ("instruction", "input")
-    return [f"{row[wish]}\n\n```\n{row[code].rstrip()}\n```\n\nAnswer with the whole changed code."]
+    return [f"{_text(row, wish)}\n\n```\n{_text(row, code).rstrip()}\n```\n\nAnswer with the whole changed code."]
 
 
 SUITES = {
     "mt_bench": Suite("HuggingFaceH4/mt_bench_prompts", _turns, "train"),
     "humaneval": Suite("openai/openai_humaneval", _code, limit=HUMANEVAL_LIMIT),
-    "gsm8k": Suite("openai/gsm8k", lambda row: [row["question"]], subset="main"),
+    "gsm8k": Suite("openai/gsm8k", lambda row: [_text(row, "question")], subset="main"),
     "math500": Suite("HuggingFaceH4/MATH-500", _problem),
     "alpaca": Suite("tatsu-lab/alpaca", _alpaca, "train"),
     "cnn_dm": Suite("abisee/cnn_dailymail", _summary, subset="3.0.0"),
@@ -189,7 +196,8 @@ def _benchmark(known: str, place: str | None, revision: str | None, limit: int |
     prompts = []
     for number, row in enumerate(rows):
         try:
-            first, *later = suite.ask(row)
+            turns = {f"turn {number}": turn for number, turn in enumerate(suite.ask(row), 1)}
+            first, *later = (_text(turns, turn) for turn in turns)
             part = f"{known}/{suite.part(row)}" if suite.part else known
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"no column {error}" if isinstance(error, KeyError) else str(error)
@@ -221,8 +229,9 @@ def _local(place: str) -> list[dict[str, Any]]:
                 keep_in_memory=True,
             )  # fmt: skip
             return list(found)
-    except (DatasetsError, ValueError, OSError) as error:
-        raise SuiteError(f"eval.suites: {place} cannot be read: {_reason(error)}") from error
+    except (DatasetsError, ValueError, OSError, StopIteration) as error:
+        why = "it is empty" if isinstance(error, StopIteration) else _reason(error)
+        raise SuiteError(f"eval.suites: {place} cannot be read: {why}") from error
 
 
 def _from_hub(known: str, suite: Suite, revision: str | None, most: int | None) -> Iterable[dict[str, Any]]:
@@ -310,4 +319,11 @@ def _question(path: Path, number: int, messages: Any) -> list[dict[str, Any]]:
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise SuiteError(f"{path} line {number}: no message has the role user")
+    for turn, message in enumerate(messages[: users[-1] + 1], 1):
+        content, role = message.get("content"), message["role"]
+        acts = role == "assistant" and any(map(message.get, ("tool_calls", "reasoning_content")))
+        blank = role == "user" and not (content.strip() if isinstance(content, str) else content)
+        if not (isinstance(content, str | list) or (content is None and acts)) or blank:
+            where = f"{path} line {number}: message {turn} ({role})"
+            raise SuiteError(f"{where} has no text as its content: {content!r:.40}")
     return messages[: users[-1] + 1]

@@ -463,6 +463,8 @@ def _check_values(prefix: str, node: Any) -> None:
             continue
         if isinstance(value, list) and not value and path in _NEVER_EMPTY:
             raise ConfigError(f"{path}=[]: at least one value is needed; allowed: {RULES[path].allowed}")
+        if path in _DISTINCT and (twice := [item for i, item in enumerate(value) if item in value[:i]]):
+            raise ConfigError(f"{path}={value}: {twice[0]} is given twice and would be counted twice; leave one out")
         for item in value if isinstance(value, list) else [value]:
             if is_dataclass(item):
                 _check_values(f"{path}.", item)
@@ -473,3 +475,4 @@ def _check_values(prefix: str, node: Any) -> None:
 _NEVER_EMPTY = {
     "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"
 }  # fmt: skip
+_DISTINCT = {f"eval.{key}" for key in ("k", "tree", "temperature", "batch", "drafters", "suites")}

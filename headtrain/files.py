@@ -100,12 +100,12 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, sort_keys=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """The parsed file; ValueError naming it when it is not JSON."""
+def read_json(path: str | Path, remedy: str = "delete it to have it made again") -> Any:
+    """The parsed file; ValueError naming it, and the remedy, when it is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); delete it to have it made again") from error
+        raise ValueError(f"{path}: not valid JSON ({error}); {remedy}") from error
 
 
 def sha256_file(path: str | Path) -> str:

@@ -290,7 +290,7 @@ def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     heads = measured_heads(config, run, target)
     small = Target.load(draft_target(config, run), e.dtype) if e.draft_model else None
     prompts, tokenise = eval_prompts(config, run, target.tokenizer)
-    units = evaluate.plan_units(config, prompts, list(heads))
+    units = evaluate.plan_units(config, prompts, list(heads), evaluate.positions_of(target))
     write_json(folder / "plan.json", {"units": len(units)})
     evaluate.work(config, target, heads, units, folder, count, tokenise, small)
     with locked(folder / ".lock"):

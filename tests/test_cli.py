@@ -86,6 +86,7 @@ def test_fit_help_has_every_key_with_its_default_and_its_meaning():
         (["eval", "head=a", "offline=true"], "run_dir=… is missing"),
         (["eval", "head=a", "offline=true", "run_dir=x", "batch=3"], "batch: not used with offline=true"),
         (["eval", "head=a", "offline=true", "run_dir=x", "recipe=r"], "recipe: not used with offline=true"),
+        (["eval", "head=a", "offline=true", "run_dir=x", "k=[2,2]"], "eval.k=[2, 2]: 2 is given twice"),
         (["eval", "head=a", "offline=true", "run_dir=nowhere"], "no run folder (no config.yaml); offline=true reads"),
         (["status", "run_dir=nowhere"], "no run folder"),
         (["recipes", "shw"], "usage"),

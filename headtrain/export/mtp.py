@@ -21,7 +21,7 @@ def export(head_dir: Path, out_dir: Path, target_info: dict[str, Any], *, report
 
     if not (head_dir / "config.json").is_file():
         raise ExportError(f"{head_dir} is not a head's folder: config.json is missing")
-    kind = read_json(head_dir / "config.json").get("headtrain", {}).get("type")
+    kind = read_json(head_dir / "config.json", "copy the head again").get("headtrain", {}).get("type")
     if kind != "mtp":
         raise ExportError(f"{head_dir / 'config.json'}: headtrain.type={kind!r}; mtp takes: mtp")
     write_back(load_head(head_dir), _folder(head_dir), out_dir)

@@ -51,7 +51,7 @@ def read_head(head_dir: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not (head_dir / name).is_file():
             raise ExportError(f"{head_dir} is not a head's folder: {name} is missing")
     try:
-        config = read_json(head_dir / "config.json")
+        config = read_json(head_dir / "config.json", "copy the head again")
         tensors = load_file(head_dir / "model.safetensors")
     except (ValueError, SafetensorError) as error:
         raise ExportError(f"{head_dir}: cannot be read ({error})") from error

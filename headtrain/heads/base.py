@@ -363,7 +363,7 @@ def load_head(
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is not a head folder: {name} is missing")
-    written = read_json(folder / "config.json")
+    written = read_json(folder / "config.json", "copy the head again")
     if not isinstance(written, dict) or "headtrain" not in written:
         raise ValueError(
             f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)"

@@ -266,6 +266,22 @@ def test_a_drafter_on_the_targets_own_layers_is_timed_with_a_cache_of_the_text(t
     assert [row["k"] for row in rows if row["what"] == "draft"] == [1, 2, 4]
 
 
+def test_a_forward_of_a_target_with_running_states_is_timed_from_the_same_states_each_time(make, monkeypatch):
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    delta = {f"linear_{a}_head_dim": 8 for a in ("key", "value")} | {"linear_num_key_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    target, _ = make[0]("qwen3_next", layer_types=kinds, linear_num_value_heads=4, **delta, **experts)
+    found, logits = {}, target.logits
+    monkeypatch.setattr(target, "logits", lambda last: found.setdefault(last.shape[1], []).append(last) or logits(last))
+    runs = [({"drafter": "ngram"}, make_drafter("ngram"), 2)]
+    rows = measure_costs(target, runs, [([3, 4, 5], [6, 7, 8, 9]), ([3, 4], [6, 7, 8])], [2], rounds=3)
+    assert [(row["what"], row["tokens"]) for row in rows] == [("verify", n) for n in (1, 2, 3)] + [
+        ("draft", 1), ("draft", 2)
+    ]  # fmt: skip
+    assert {n: len(same) for n, same in found.items()} == {1: 4, 2: 4, 3: 4}
+    assert all(again.equal(same[0]) for same in found.values() for again in same)
+
+
 def test_without_texts_there_is_nothing_to_time_on(target):
     with pytest.raises(ValueError, match="at least one prompt"):
         measure_costs(target, [], [], [1])

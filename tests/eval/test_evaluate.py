@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from headtrain.config import RecipeConfig
-from headtrain.eval.evaluate import Run, plan_units, status, work
+from headtrain.config import ConfigError, RecipeConfig
+from headtrain.eval.evaluate import Run, plan_units, positions_of, status, work
 from headtrain.eval.results import finish
+from headtrain.eval.speed import race
 from headtrain.eval.suites import EvalPrompt
 from headtrain.files import claimed, read_json, write_json
 
@@ -224,6 +225,53 @@ def test_a_prompt_beyond_the_targets_positions_is_left_out_and_counted(config, q
     made = finish(units, tmp_path)
     assert made["left_out"] == {"longer_than_the_target's_positions": 1}
     assert {r["prompts"] for r in by(made["results"], kind="acceptance")} == {3}
+
+
+def test_costs_are_timed_on_the_first_suite_with_a_prompt_that_fits(config, questions, target, tmp_path):
+    config.eval.drafters, config.eval.cost_batches = ["ngram"], [1]
+    long = [EvalPrompt(f"long{i}", "essays", [], [7] * 505) for i in range(2)]
+    units = plan_units(config, long + questions[:3], positions=positions_of(target))
+    assert [unit.suite for unit in units if unit.kind == "cost"] == ["heldout"]
+    work(config, target, {}, units, tmp_path / "some")
+    made = finish(units, tmp_path / "some")
+    assert made["costs"] and {r["suite"] for r in made["results"]} == {"heldout"}
+    units = plan_units(config, long, positions=positions_of(target))
+    work(config, target, {}, units, tmp_path / "none")
+    made = finish(units, tmp_path / "none")
+    assert (made["results"], made["costs"]) == ([], []) and set(made["left_out"].values()) == {2}
+
+
+@pytest.mark.parametrize("setting, said", [
+    ({"tree": ["chain", "41x50"]}, "head a, eval.tree=41x50: .*the head has 40"),
+    ({"tree": ["static-4"]}, "head a, eval.tree=static-4: a static tree is for heads that draft by depth"),
+    ({"k": [2, 5]}, "head b, eval.k=5: .*drafts at most 3 tokens"),
+    ({"drafters": ["layer_skip"]}, "eval.drafters=layer_skip: "),
+])  # fmt: skip
+def test_what_a_head_cannot_do_is_said_before_anything_is_decoded(
+    setting, said, config, questions, target, head, tmp_path
+):
+    from headtrain.heads.medusa import MedusaConfig, MedusaHead
+
+    vars(config.eval).update(setting)
+    medusa = MedusaHead(MedusaConfig(
+        hidden_size=64, target_hidden_size=64, vocab_size=97, draft_vocab_size=97, unroll=3, target_layers=3,
+    ))  # fmt: skip
+    heads = {"a": head, "b": medusa}
+    units = plan_units(config, questions, list(heads))
+    with pytest.raises(ConfigError, match=said):
+        work(config, target, heads, units, tmp_path)
+    assert status(tmp_path, units)["done"] == 0
+
+
+def test_drafters_that_are_timed_remember_nothing_of_the_warm_up(config, questions, target, tmp_path, monkeypatch):
+    config.eval.drafters = ["suffix"]
+    timed = [unit for unit in plan_units(config, questions) if unit.kind == "speed"]
+    raced = []
+    spy = lambda target, runs, *rest, **more: raced.append([d for d, _ in runs]) or race(target, runs, *rest, **more)  # noqa: E731
+    monkeypatch.setattr("headtrain.eval.speed.race", spy)
+    work(config, target, {}, timed[:1], tmp_path)
+    warm, real = raced
+    assert len(warm) == len(real) == 2 and not {*map(id, warm)} & {*map(id, real)}
 
 
 def test_unfinished_or_untokenised_work_is_refused(config, questions, tmp_path):

@@ -154,6 +154,22 @@ def test_a_head_of_another_target_or_with_other_taps_is_refused(captured, target
         measured(make[1](other), captured[0], [2])
 
 
+def test_a_head_without_taps_is_measured_on_any_captures_of_its_target(captured, target):
+    from headtrain.heads.medusa import MedusaConfig, MedusaHead
+
+    head = MedusaHead(MedusaConfig(
+        hidden_size=64, target_hidden_size=64, vocab_size=97, draft_vocab_size=97, unroll=3, target_layers=3,
+    )).requires_grad_(False)  # fmt: skip
+    for lm_head in head.lm_heads:
+        lm_head.weight.copy_(target.lm_head.weight)
+    run, prompts = captured
+    counted = {row["id"]: row for r in measured(head, run, [3]) if r["source"] is None for row in r["per_prompt"]}
+    for name, prompt in prompts.items():
+        budget = min(BUDGET, LONGEST - len(prompt))
+        (answer,) = decode(target, HeadDrafter(head, Sampling()), [prompt], k=3, max_new_tokens=budget)
+        assert counted[name]["accepted"] == [step.accepted for step in answer.steps]
+
+
 def test_it_is_much_faster_than_decoding(captured, trained, target):
     run, prompts = captured
     began = time.perf_counter()

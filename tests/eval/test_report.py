@@ -749,6 +749,13 @@ def test_without_any_speed_the_report_says_it_was_not_measured(run):
 def test_without_head_or_results_there_is_no_report_but_an_error_that_names_them(run):
     with pytest.raises(ReportError, match="no results"):
         build(run, {"results": []})
+    with pytest.raises(ReportError, match="all prompts were left out: 3 longer_than_the_target's_positions"):
+        build(run, {"results": [], "left_out": {"longer_than_the_target's_positions": 3}})
+    config = (run / "head" / "config.json").read_text()
+    (run / "head" / "config.json").write_text(config[:-20])
+    with pytest.raises(ValueError, match=r"not valid JSON .*; copy the head again"):
+        build(run, make_results())
+    (run / "head" / "config.json").write_text(config)
     results = make_results()
     del results["results"][3]["tau"]
     with pytest.raises(ReportError, match="result 3 has no tau"):

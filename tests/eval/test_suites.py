@@ -52,6 +52,12 @@ def test_a_jsonl_of_ones_own_may_hold_messages_or_prompts(tmp_path):
     ("[1]", "line 2: not an object"),
     ('{"text": "x"}', "line 2: needs `messages`"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: no message has the role user"),
+    ('{"prompt": " "}', r"line 2: message 1 \(user\) has no text as its content: ' '"),
+    ('{"messages": [{"role": "user"}]}', "has no text as its content: None"),
+    ('{"messages": [{"role": "user", "content": 7}]}', "has no text as its content: 7"),
+    ('{"messages": [{"role": "user", "content": []}]}', r"has no text as its content: \[\]"),
+    ('{"messages": [{"role": "system"}, {"role": "user", "content": "x"}]}', r"line 2: message 1 \(system\) has no"),
+    ('{"messages": [{"role": "assistant", "content": null}, {"role": "user", "content": "x"}]}', "message 1"),
     ('{"id": "1", "prompt": "x"}', "two rows have the same id"),
 ])  # fmt: skip
 def test_a_broken_row_is_named(tmp_path, row, why):
@@ -59,6 +65,14 @@ def test_a_broken_row_is_named(tmp_path, row, why):
     path.write_text('{"prompt": "fine"}\n' + row + "\n")
     with pytest.raises(SuiteError, match=why):
         load_suite(str(path))
+
+
+def test_a_call_of_a_tool_needs_no_text_and_a_turn_may_have_parts(tmp_path):
+    parts = [{"type": "text", "text": "x"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [{"role": "system", "content": ""}, user("q"), call, {"role": "tool", "content": "1"}, user(parts)]
+    (prompt,) = load_suite(str(lines(tmp_path / "mine.jsonl", [{"messages": messages}])))
+    assert prompt.messages == messages
 
 
 def test_suites_that_are_not_there_are_said_to_be_so(tmp_path, run):
@@ -110,6 +124,17 @@ def test_a_row_in_a_suites_form_becomes_its_turns(suite, row, name, turns, tmp_p
     found = [prompt.messages[0]["content"], *prompt.follow_ups]
     assert len(found) == len(turns) and all(part in text for part, text in zip(turns, found, strict=True))
     assert not any(SECRET in text for text in found)
+
+
+@pytest.mark.parametrize("value", [None, "", " \n", 7])
+@pytest.mark.parametrize("suite, row", [row[:2] for row in ROWS])
+def test_a_turn_without_a_text_is_named_by_file_and_row(suite, row, value, tmp_path):
+    asked = {"turns", "prompt", "question", "problem", "instruction", "instruction_descriptive", "article", "before"}
+    for column in asked & row.keys() or {"translation"}:
+        broken = [value] if isinstance(row[column], list) else value
+        broken = {"de": value, "en": "x"} if column == "translation" else broken
+        with pytest.raises(SuiteError, match=r"row 1 of .*copy\.jsonl|copy\.jsonl cannot be read"):
+            load_suite(f"{suite}={lines(tmp_path / 'copy.jsonl', [row, row | {column: broken, 'more': 1}])}")
 
 
 def test_every_suite_has_a_row_above():
@@ -168,7 +193,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{")
     (tmp_path / "bad.csv").write_text("a,b")
     (tmp_path / "empty").mkdir()
-    for name, said in (("bad.jsonl", "cannot be read"), ("bad.csv", "files of one form"), ("empty", "no such file")):
+    for name in ("no.jsonl", "no.json", "no.parquet"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    for name, said in (("bad.jsonl", "cannot be read"), ("no.jsonl", "it is empty"), ("no.json", "it is empty"),
+                       ("no.parquet", "cannot be read"), ("blank.jsonl", "cannot be read"),
+                       ("bad.csv", "files of one form"), ("empty", "no such file")):
         with pytest.raises(SuiteError, match=f"{name}.*{said}"):
             load_suite(f"gsm8k={tmp_path / name}")
 
