@@ -191,8 +191,8 @@ class _Chunk:
         room = max(self.budget - len(row.ids) for row in self.decoded) - 1  # a step adds its bonus token too
         depth = self.k if self.drafter.branches else min(self.k, room)
         tree = self.drafter.propose(depth, None if uniform_BU is None else uniform_BU[:, : self.nodes])
-        if self.drafter.branches:  # a chain is a tree here: what becomes of it must not depend on its neighbours' trees
-            return replace(tree, chain_shaped=False)
+        if self.drafter.branches and tree.tokens.shape[1]:
+            return replace(tree, chain_shaped=False)  # a chain, too: what it gives must not depend on others' trees
         if not tree.is_chain:
             raise ValueError(f"drafter {self.drafter.name} proposed a tree, but does not say that it branches")
         return DraftTree.chain(tree.tokens, torch.minimum(tree.counts, self.left_B - 1), tree.q)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headtrain.config import TrainConfig
-from headtrain.heads import eagle3
+from headtrain.heads import unrolled
 from headtrain.heads.base import Batch
 from headtrain.heads.layers import fused_loss, rms_norm
 from headtrain.heads.vocab import trained_pairs
@@ -89,7 +89,7 @@ def test_accuracy_is_told_over_the_reachable_and_over_all_supervised_positions(h
 def test_chunks_of_any_size_give_the_loss_and_gradients_of_the_full_vocabularys_softmax(
     head, batch, chunk, monkeypatch
 ):
-    monkeypatch.setattr(eagle3, "fused_loss", partial(fused_loss, chunk=chunk))
+    monkeypatch.setattr(unrolled, "fused_loss", partial(fused_loss, chunk=chunk))
     output = head(batch)
     output.loss.backward()
     found = head.lm_head.weight.grad

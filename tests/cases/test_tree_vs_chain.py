@@ -46,7 +46,7 @@ class Scripted(Drafter):
     def __init__(self, mode, plain):
         _, a, c, z = plain
         b, d, e, f = [token for token in range(61) if token not in (a, c, z)][:4]
-        self.parents = torch.tensor(PARENTS[mode])
+        self.parents, self.branches = torch.tensor(PARENTS[mode]), mode != "chain"
         self.tokens = torch.tensor([{"chain": [b, e], "2x6": [b, a, e, f, d, c]}[mode]])
 
     def nodes(self, k):

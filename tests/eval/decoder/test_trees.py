@@ -236,3 +236,32 @@ def test_a_penalty_sees_the_text_and_the_nodes_above():
     seen = seen_tokens(text, tree, lay_out(tree, torch.tensor([1, 1]))[2])
     found = [[set(position.nonzero()[:, 0].tolist()) for position in row] for row in seen]
     assert found == [[{1}, {1, 4}, {1, 4, 5}, {1, 4, 6}], [{2}, {2, 7}, {2, 7}, {2, 7}]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_of_trees_may_propose_nothing(temperature, target, prompts):
+    class Silent(Drafter):
+        """A tree, a chain, nothing, in turn."""
+
+        name, branches = "silent", True
+
+        def start(self, prompts, capacity):
+            self.rows, self.turn = len(prompts), 0
+
+        def observe(self, news):
+            pass
+
+        def propose(self, k, uniform_BN=None):
+            self.turn += 1
+            parents = (torch.tensor([-1, -1]), torch.tensor([-1, 0]), torch.zeros(0, dtype=torch.long))[self.turn % 3]
+            counts = torch.full((self.rows,), len(parents))
+            return DraftTree(torch.full((self.rows, len(parents)), 7), parents, counts)
+
+        def select(self, rows):
+            self.rows = len(rows)
+
+    options = {"max_new_tokens": 16, "temperature": temperature}
+    answers = decode(target, Silent(), prompts, k=2, **options)
+    assert all(1 + sum(step.accepted + 1 for step in a.steps) == len(a.ids) for a in answers)
+    if not temperature:
+        assert [a.ids for a in answers] == [a.ids for a in decode(target, make_drafter("none"), prompts, k=0, **options)]
