@@ -29,7 +29,8 @@ def check_run(run, config) -> None:
     from headtrain.data_gen.store import CaptureStore, ResponseStore
     from headtrain.heads.base import load_head
 
-    for stage in ("prompts", "responses", "captures", "training", "report", "export"):
+    formats = config["export"]["formats"]
+    for stage in ("prompts", "responses", "captures", "training", "report", *["export"][: len(formats)]):
         assert Manifest(run / stage).data["complete"], stage
     responses, captures = ResponseStore(run / "responses"), CaptureStore(run / "captures")
     assert {row.id for row in responses.rows} == {row.id for row in captures.rows}
@@ -39,16 +40,17 @@ def check_run(run, config) -> None:
     assert (run / "report" / "report.html").stat().st_size > 5000
     head = load_head(run / "head")
     assert head.config.taps == captures.taps and head.config.unroll == config["head"]["unroll"]
-    exported = load_head(run / "export" / "vllm")
-    assert exported.config == head.config
+    for name in formats:
+        assert load_head(run / "export" / name).config == head.config
 
 
 @pytest.mark.parametrize("name", configload.recipe_names())
 def test_the_whole_path_of_a_recipe_runs_here(name, headtrain, tmp_path):
     run = tmp_path / "run"
     done = fit(headtrain, run, f"recipe={name}")
-    assert "note: captures need 512 B per token" in done.stdout
     config = configload.read_yaml(run / "config.yaml")
+    states = 1 + len(read_json(run / "head" / "config.json")["headtrain"]["taps"])
+    assert f"note: captures need {128 * states} B per token" in done.stdout
     check_run(run, config)
     assert config["target"]["family"] == configload.load(name, []).target.family
     assert "head" in done.stdout and str(run / "report" / "report.html") in done.stdout
