@@ -1,15 +1,13 @@
 """The typed config tree. A recipe YAML and `key=value` overrides fill it; nothing else configures a run.
 
-The dataclasses below are the whole schema: names, types, defaults. Ranges and cross-checks stand in `validate`.
-Loading (recipe lookup, Hydra's override grammar, errors that name the key) is in `headtrain/configload.py`.
+The dataclasses below are the whole schema: names, types, defaults; behind them, which keys belong to which head types.
+Ranges and cross-checks are in `headtrain/configcheck.py`, loading (recipe lookup, Hydra's override grammar, errors that
+name the key) in `headtrain/configload.py`.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -206,38 +204,12 @@ class RecipeConfig:
     logger: str = "none"  # none | wandb
 
 
-# ------------------------------------------------------------------------------------------------- checks
-
 class ConfigError(ValueError):
     """A key, value or combination that cannot be meant; the message says what is allowed."""
 
 
-@dataclass
-class Rule:
-    """`check` is asked about one value (each item of a list); `allowed` completes "allowed: …"."""
+# ------------------------------------------------------------------------------------------------- names
 
-    check: Callable[[Any], bool]
-    allowed: str
-
-
-def _number(low: float, high: float = math.inf, *, open_low: bool = False) -> Rule:
-    def check(value: Any) -> bool:
-        return math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
-
-    lower = f"above {low:g}" if open_low else f"{low:g} or more"
-    return Rule(check, lower if math.isinf(high) else f"{'above ' if open_low else ''}{low:g} … {high:g}")
-
-
-def _one_of(*choices: Any) -> Rule:
-    return Rule(lambda value: value in choices, ", ".join(map(str, choices)))
-
-
-def _matching(pattern: str, allowed: str) -> Rule:
-    return Rule(lambda value: re.fullmatch(pattern, str(value)) is not None, allowed)
-
-
-_COUNT, _SHARE = _number(1), _number(0, 1)
-_DTYPE = _one_of("float32", "bfloat16", "float16")
 DRAFTERS = (
     "ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix", "layer_skip", "draft_model",
     "head", "head+ngram", "head+ngram-tree",
@@ -248,231 +220,14 @@ TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the 
 BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head
 BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends
 SCRATCH = "scratch"  # head.init_from of a head type that otherwise starts from what the target's checkpoint has
-_ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
+ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
 # Head keys that only some types read; setting one for another type is an error.
 HEAD_KEYS: dict[str, tuple[str, ...]] = {
     "taps": TAPPED, "norm_before_residual": TAPPED, "norm_output": ("eagle3",),
-    **dict.fromkeys(("intermediate", "heads", "kv_heads", "head_dim"), _ATTENDING),
+    **dict.fromkeys(("intermediate", "heads", "kv_heads", "head_dim"), ATTENDING),
     **dict.fromkeys(("freeze_lm_head", "rebuild_vocab"), tuple(kind for kind in HEAD_TYPES if kind not in BORROWED)),
     "blocks": ("medusa",), "share_lm_head": ("medusa",), "dialect": ("mtp",),
     **dict.fromkeys(("layers", "train_embedding", "mask_token"), ("peagle",)),
 }  # fmt: skip
 # Train keys that only some head types read.
-TRAIN_KEYS = dict.fromkeys(("noise", "feature_weight", "position_keep", "checkpointing"), _ATTENDING)
-_PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
-
-# What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
-RULES: dict[str, Rule] = {
-    **{f"target.shape.{key.name}": _COUNT for key in fields(ShapeConfig)},
-    "target.dtype": _one_of("auto", "float32", "bfloat16", "float16"),
-    "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
-    "data.prompts.source": _matching(r".*\S.*", "a file (.json, .jsonl) or package:NAME/FILE"),
-    "data.prompts.limit": _COUNT,
-    "data.filter.min_chars": _number(0),
-    "data.filter.max_chars": _COUNT,
-    "data.filter.min_ascii": _SHARE,
-    "data.filter.min_letters": _SHARE,
-    "data.held_out": _number(0),
-    "data.valid": _number(0),
-    "data.max_length": _number(2),
-    "data.responses.backend": _one_of("local", "given"),
-    "data.responses.temperature": _number(0),
-    "data.responses.top_p": _number(0, 1, open_low=True),
-    "data.responses.max_new_tokens": _COUNT,
-    "data.responses.batch_tokens": _COUNT,
-    "data.captures.dtype": _DTYPE,
-    "head.type": _one_of(*HEAD_TYPES),
-    "head.taps": _COUNT,
-    "head.layers": _COUNT,
-    "head.mask_token": _number(0),
-    "head.dialect": _one_of("deepseek", "qwen", "mimo"),
-    "head.start": _one_of("calibrated", "random"),
-    "head.unroll": _number(1, 64),
-    "head.blocks": _COUNT,
-    "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
-    **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
-    "train.epochs": _number(0, open_low=True),
-    "train.steps": _COUNT,
-    "train.seconds": _number(0, open_low=True),
-    "train.batch_tokens": _number(8),
-    "train.accumulate": _COUNT,
-    "train.lr": _number(0, open_low=True),
-    "train.optimizer": _one_of("adamw", "muon"),
-    "train.betas": Rule(lambda value: 0 <= value < 1, "two numbers, each 0 or more and below 1"),
-    "train.weight_decay": _number(0),
-    "train.muon_lr": _number(0, open_low=True),
-    "train.muon_momentum": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
-    "train.clip": _number(0),
-    "train.warmup": _SHARE,
-    "train.schedule": _one_of("cosine", "linear", "wsd", "constant"),
-    "train.min_lr": _SHARE,
-    "train.objective": _one_of("soft_ce", "lk_alpha", "lk_hybrid", "tv"),
-    "train.hard_weight": _SHARE,
-    "train.feature_weight": _number(0),
-    "train.weights": _one_of("decay", "dpace", "vat"),
-    "train.position_keep": _number(0, 1, open_low=True),
-    "train.noise": _number(0),
-    "train.decay": _number(0, 1, open_low=True),
-    "train.precision": _one_of("auto", "bf16", "fp32", "fp16"),
-    "train.zero_stage": _one_of(0, 1, 2, 3),
-    "train.ema": Rule(lambda value: 0 <= value < 1, "0 or more and below 1"),
-    "train.spike": Rule(lambda value: value == 0 or 1 < value < math.inf, "0, or above 1"),
-    "train.patience": _COUNT,
-    "train.save_every": _COUNT,
-    "train.keep": _COUNT,
-    "train.eval_every": _COUNT,
-    "train.eval_rows": _COUNT,
-    "train.decode_prompts": _number(0),
-    "train.log_every": _COUNT,
-    "train.threads": _COUNT,
-    "eval.limit": _COUNT,
-    "eval.k": _number(1, 64),
-    "eval.temperature": _number(0),
-    "eval.top_p": _number(0, 1, open_low=True),
-    "eval.top_k": _number(0),
-    "eval.min_p": _SHARE,
-    "eval.tree": _matching(
-        r"chain|static-[1-9]\d*|(iid-)?([2-9]|[1-9]\d+)x[1-9]\d*",
-        "chain, WIDTHxNODES such as 4x16, iid-WIDTHxNODES such as iid-2x8, or static-NODES such as static-16",
-    ),
-    "eval.rule": _one_of("exact", "block", "typical"),
-    "eval.batch": _COUNT,
-    "eval.drafters": _one_of(*DRAFTERS),
-    "eval.skip_from": _COUNT,
-    **{f"eval.ngram_{key}": _COUNT for key in ("n", "m", "hits")},
-    "eval.min_confidence": _SHARE,
-    "eval.plain_below": _SHARE,
-    "eval.dtype": _DTYPE,
-    "eval.max_new_tokens": _COUNT,
-    "eval.speed_prompts": _number(0),
-    "eval.speed_tokens": _COUNT,
-    "eval.cost_batches": _COUNT,
-    "export.formats": _one_of("vllm", "mtp"),
-    "launch.gpus": _PROCESSES,
-    "launch.workers": _PROCESSES,
-    "launch.master_port": _number(1, 65535),
-    "seed": _number(0, 2**63 - 1),
-    "logger": _one_of("none", "wandb"),
-}
-
-
-def validate(config: RecipeConfig) -> None:
-    """Raises ConfigError naming the first key whose value is out of range, or keys that contradict each other."""
-    _check_values("", config)
-    shape, head, train = config.target.shape, config.head, config.train
-    if config.data.held_out + config.data.valid == 0 and config.data.prompts:
-        raise ConfigError("data.held_out=0 and data.valid=0 leave nothing to measure on; set data.held_out")
-    if config.data.filter.max_chars and config.data.filter.max_chars < config.data.filter.min_chars:
-        raise ConfigError(
-            f"data.filter.max_chars={config.data.filter.max_chars} is below data.filter.min_chars="
-            f"{config.data.filter.min_chars}: no prompt can pass"
-        )
-    if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
-        raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
-    if head.taps is not None and (len(set(head.taps)) != len(head.taps) or head.taps != sorted(head.taps)):
-        raise ConfigError(f"head.taps={head.taps}: taps must be different and ascending")
-    if head.taps is not None and shape.layers and head.taps[-1:] > [shape.layers]:
-        raise ConfigError(f"head.taps={head.taps}: the target has blocks 1 … {shape.layers}")
-    if isinstance(head.draft_vocab, int) and shape.vocab and head.draft_vocab > shape.vocab:
-        raise ConfigError(
-            f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write `full` for all"
-        )
-    if head.rebuild_vocab and not head.init_from and not config.smoke:  # a smoke run has no parent
-        raise ConfigError(
-            "head.rebuild_vocab=true without head.init_from: a fresh head's draft vocabulary is new anyway; "
-            "set head.init_from, or leave head.rebuild_vocab out"
-        )
-    if len(train.betas) != 2:
-        raise ConfigError(f"train.betas={train.betas}: two numbers are needed")
-    if train.offload and train.zero_stage == 0:
-        raise ConfigError("train.offload=true needs train.zero_stage of 1 or more: it is ZeRO's state that moves")
-    if train.offload and train.optimizer == "muon":
-        raise ConfigError("train.offload=true with train.optimizer=muon: Muon needs the GPU; use adamw")
-    if config.data.valid == 0 and (train.patience or train.decode_prompts):
-        key = "patience" if train.patience else "decode_prompts"
-        raise ConfigError(f"train.{key} with data.valid=0: there are no validation prompts; set data.valid")
-    if train.decode_prompts > train.eval_rows:
-        raise ConfigError(
-            f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
-        )
-    _validate_head(head, train)
-    _validate_eval(config.eval, shape)
-
-
-def _validate_head(head: HeadSection, train: TrainConfig) -> None:
-    for section, node, owners in (("head", head, HEAD_KEYS), ("train", train, TRAIN_KEYS)):
-        for key in fields(node):
-            types, value = owners.get(key.name, HEAD_TYPES), getattr(node, key.name)
-            if head.type not in types and value != key.default:
-                raise ConfigError(
-                    f"{section}.{key.name}={value}: heads of type {head.type} have no such setting "
-                    f"(only {', '.join(types)}); leave it out"
-                )
-    if head.type == "mtp" and head.init_from is None:
-        for key in ("intermediate", "heads", "kv_heads", "head_dim", "dialect"):
-            if (value := getattr(head, key)) is not None:
-                raise ConfigError(
-                    f"head.{key}={value}: the target's own MTP module has a {key} already; leave it out, "
-                    f"or set head.init_from={SCRATCH} for a new module"
-                )
-    if head.type == "eagle" and head.draft_vocab != "full":
-        raise ConfigError(
-            f"head.draft_vocab={head.draft_vocab}: heads of type {head.type} draft with the target's own lm_head, over "
-            "all its tokens; set head.draft_vocab=full"
-        )
-    if head.type == "medusa" and not head.share_lm_head:
-        if head.freeze_lm_head:
-            raise ConfigError("head.freeze_lm_head=true: frozen copies would all be the same; set head.share_lm_head")
-        if train.weights != "decay":
-            raise ConfigError(f"train.weights={train.weights}: depths are weighed together; set head.share_lm_head")
-
-
-def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:
-    if len(e.speed_prompts) not in (1, len(e.suites)):
-        raise ConfigError(
-            f"eval.speed_prompts={e.speed_prompts}: give one number, or one per suite ({len(e.suites)})"
-        )
-    own = {
-        "draft_model": ("draft_model",), "skip_from": ("layer_skip",),
-        **dict.fromkeys(("ngram_n", "ngram_m"), tuple(name for name in DRAFTERS if "ngram" in name)),
-        "ngram_hits": ("ngram-map-k", "ngram-map-k4v"), "min_confidence": (*HEAD_DRAFTERS, "draft_model", "layer_skip"),
-    }  # fmt: skip
-    for key, drafters in own.items():
-        value, used = getattr(e, key), [name for name in e.drafters if name in drafters]
-        if value and not used:
-            raise ConfigError(f"eval.{key}={value}: only for {', '.join(drafters)}, which eval.drafters does not have")
-        if not value and used and key in ("draft_model", "skip_from"):
-            raise ConfigError(f"eval.drafters has {used[0]}, which needs eval.{key}")
-    if e.skip_from and shape.layers and e.skip_from >= shape.layers:
-        raise ConfigError(f"eval.skip_from={e.skip_from}: fewer than the target's {shape.layers} layers are needed")
-    trees = [tree for tree in e.tree if tree != "chain"]
-    if trees and not any(name in HEAD_DRAFTERS for name in e.drafters):
-        raise ConfigError(f"eval.tree={trees[0]}: only heads draft such trees, and eval.drafters has none with a head")
-    if e.rule == "block" and (trees or "head+ngram-tree" in e.drafters):
-        raise ConfigError(f"eval.rule=block takes chains; leave out {trees[0] if trees else 'drafter head+ngram-tree'}")
-    if max(e.temperature) == 0:
-        for key in (f"tree={tree}" for tree in trees if tree.startswith("iid")):
-            raise ConfigError(f"eval.{key}: children are drawn independently, which needs a temperature above 0")
-
-
-def _check_values(prefix: str, node: Any) -> None:
-    for key in fields(node):
-        path, value = f"{prefix}{key.name}", getattr(node, key.name)
-        if is_dataclass(value):
-            _check_values(f"{path}.", value)
-            continue
-        if isinstance(value, list) and not value and path in _NEVER_EMPTY:
-            raise ConfigError(f"{path}=[]: at least one value is needed; allowed: {RULES[path].allowed}")
-        if path in _DISTINCT and (twice := [item for i, item in enumerate(value) if item in value[:i]]):
-            raise ConfigError(f"{path}={value}: {twice[0]} is given twice and would be counted twice; leave one out")
-        for item in value if isinstance(value, list) else [value]:
-            if is_dataclass(item):
-                _check_values(f"{path}.", item)
-            elif item is not None and path in RULES and not RULES[path].check(item):
-                raise ConfigError(f"{path}={item}: not allowed; allowed: {RULES[path].allowed}")
-
-
-_NEVER_EMPTY = {
-    "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"
-}  # fmt: skip
-_DISTINCT = {f"eval.{key}" for key in ("k", "tree", "temperature", "batch", "drafters", "suites")}
+TRAIN_KEYS = dict.fromkeys(("noise", "feature_weight", "position_keep", "checkpointing"), ATTENDING)

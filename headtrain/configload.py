@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headtrain import config as schema
-from headtrain.config import RULES, ConfigError, PromptSource, RecipeConfig, validate
+from headtrain.config import ConfigError, PromptSource, RecipeConfig
+from headtrain.configcheck import RULES, validate
 from headtrain.hardware import fast_bf16
 
 # Lists of alternatives that one run goes through; a single value is wrapped.

@@ -8,7 +8,8 @@ import pytest
 
 from headtrain import config as config_module
 from headtrain import configload
-from headtrain.config import DRAFTERS, RULES, ConfigError, PromptSource, RecipeConfig, validate
+from headtrain.config import DRAFTERS, ConfigError, PromptSource, RecipeConfig
+from headtrain.configcheck import RULES, validate
 
 
 def load(recipe, *overrides) -> RecipeConfig:

@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from headtrain.config import ConfigError, validate
+from headtrain.config import ConfigError
+from headtrain.configcheck import validate
 from headtrain.data_gen.store import CaptureStore
 from headtrain.export import export
 from headtrain.heads.base import load_head, new_head

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headtrain.config import ConfigError, HeadSection, RecipeConfig, validate
+from headtrain.config import ConfigError, HeadSection, RecipeConfig
+from headtrain.configcheck import validate
 from headtrain.data_gen import store
 from headtrain.eval.decoder.decode import decode
 from headtrain.eval.decoder.drafters.head import HeadDrafter

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headtrain.config import ConfigError, RecipeConfig, validate
+from headtrain.config import ConfigError, RecipeConfig
+from headtrain.configcheck import validate
 from headtrain.configload import load
 from headtrain.data_gen import store
 from headtrain.eval.decoder.decode import decode

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from headtrain.config import ConfigError, HeadSection, RecipeConfig, TargetConfig, validate
+from headtrain.config import ConfigError, HeadSection, RecipeConfig, TargetConfig
+from headtrain.configcheck import validate
 from headtrain.heads import mtp as mtp_module
 from headtrain.heads import unrolled
 from headtrain.heads.base import Batch, load_head, save_head

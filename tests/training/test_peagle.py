@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from headtrain.config import ConfigError, RecipeConfig, validate
+from headtrain.config import ConfigError, RecipeConfig
+from headtrain.configcheck import validate
 from headtrain.heads.base import load_head, new_head
 from headtrain.target import TargetParts
 
