@@ -30,7 +30,7 @@ from headtrain.eval.report_words import (
     suite_name,
     verdict,
 )
-from headtrain.files import read_json, sha256_file, write_json, write_text
+from headtrain.files import read_header, read_json, sha256_file, write_json, write_text
 
 SCHEMA_VERSION = 2  # docs/report.md has the fields and what changed
 LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
@@ -148,20 +148,11 @@ def _head(run: Path, place: dict[str, str]) -> tuple[dict[str, Any], dict[str, A
     if not isinstance(ours, dict):
         raise ReportError(f"{folder / 'config.json'} has no `headtrain` section, so it is no head of headtrain's")
     weights = folder / "model.safetensors"
-    sizes = [math.prod(t["shape"]) for t in _tensors(weights).values() if t["dtype"] in ("F32", "BF16", "F16")]
+    sizes = [math.prod(t["shape"]) for t in read_header(weights)[0].values() if t["dtype"] in ("F32", "BF16", "F16")]
     keys = ("taps", "unroll", "draft_vocab_size", "vocab_size", "hidden_size", "norm_before_residual", "freeze_lm_head")
     head = {"id": place["id"], "type": ours.get("type"), "path": place["path"], "sha256": sha256_file(weights)}
     head |= {"parameters": sum(sizes), "bytes": weights.stat().st_size, **{key: ours.get(key) for key in keys}}
     return head | {"suite_coverage": suite_coverage(run, weights)}, ours
-
-
-def _tensors(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: name -> {dtype, shape, data_offsets (from the end of the header)}."""
-    with open(path, "rb") as handle:
-        size = struct.unpack("<Q", handle.read(8))[0]
-        header = json.loads(handle.read(size))
-    header.pop("__metadata__", None)
-    return header
 
 
 def _target(config: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
@@ -249,27 +240,31 @@ def data_facts(run: Path, config: dict[str, Any], warnings: list[str]) -> dict[s
 
 def suite_coverage(run: Path, weights: Path) -> dict[str, float]:
     """Per suite: the share of the target's own answer tokens that the draft vocabulary holds, a ceiling for alpha_1."""
-    mask = _t2d(weights)
+    held = _draft_ids(weights)
     totals: dict[str, list[int]] = {}
-    for path in sorted((run / "report" / "units").glob("acceptance-*.json")) if mask is not None else []:
+    for path in sorted((run / "report" / "units").glob("acceptance-*.json")) if held is not None else []:
         unit = read_json(path)
         for row in unit["rows"]:
             if row.get("drafter") == "none" and unit["temperature"] == 0:
                 total = totals.setdefault(unit["suite"], [0, 0])
-                total[0] += sum(mask[i] for i in row["ids"])
+                total[0] += sum(i in held for i in row["ids"])
                 total[1] += len(row["ids"])
     return {suite: inside / tokens for suite, (inside, tokens) in totals.items() if tokens}
 
 
-def _t2d(path: Path) -> bytes | None:
-    """The draft vocabulary's mask over target ids, one byte each; None with a full vocabulary."""
-    place = _tensors(path).get("t2d")
-    if place is None:
+def _draft_ids(path: Path) -> set[int] | None:
+    """The draft vocabulary's target ids (a mask `t2d`, or Medusa's list `token_map`); None with a full vocabulary."""
+    header, base = read_header(path)
+    name = next((name for name in ("t2d", "token_map") if name in header), None)
+    if name is None:
         return None
+    first, last = header[name]["data_offsets"]
     with open(path, "rb") as handle:
-        start = 8 + struct.unpack("<Q", handle.read(8))[0]
-        handle.seek(start + place["data_offsets"][0])
-        return handle.read(place["data_offsets"][1] - place["data_offsets"][0])
+        handle.seek(base + first)
+        data = handle.read(last - first)
+    if name == "t2d":
+        return {i for i, held in enumerate(data) if held}
+    return {i for (i,) in struct.iter_unpack("<q", data)}
 
 
 def _exports(run: Path, config: dict[str, Any]) -> list[dict[str, str]]:

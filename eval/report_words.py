@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from headtrain.config import BY_DEPTH
 from headtrain.engines import servable_name, serve_command
 from headtrain.eval.report_data import against, comparisons, known, main_comparison, pick
 
@@ -327,12 +328,13 @@ def next_steps(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str,
     place, of = f"head={run}/{head['path']}", f" (head {head['id']})" * (len(report["heads"]) > 1)
     measure = f"headtrain eval {place} recipe={run}/config.yaml"
     measured = {row["k"] for row in results if row["drafter"] == "head" and row["head"] in (None, head["id"])}
-    if measured and (other := [k for k in (1, 2, 3, 5, 7) if k not in measured]):
+    most = head["unroll"] if head["type"] in BY_DEPTH else 7
+    if measured and (other := [k for k in (1, 2, 3, 5, 7) if k not in measured and k <= most]):
         command = f"{measure} k=[{','.join(map(str, other))}]"
         steps.append({"why": f"Find the draft length that is fastest here{of}", "command": command})
     if all(row["temperature"] == 0 for row in results):
         steps.append({"why": f"See how it drafts when sampling{of}", "command": f"{measure} temperature=[0.7,1.0]"})
-    if not report["exports"]:
+    if not report["exports"] and head["type"] == "eagle3":
         steps.append({"why": f"Make the folder vLLM loads{of}", "command": f"headtrain export {place} format=vllm"})
     return steps
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,12 @@ def free_bytes(folder: str | Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """(tensor name -> dtype, shape, data_offsets; where the data begins) of a safetensors file."""
+    with open(file, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length

@@ -17,6 +17,18 @@ from headtrain.config import TargetConfig
 log = logging.getLogger(__name__)
 
 
+def tensor_files(path: str, revision: str | None) -> dict[str, str]:
+    """Tensor name -> file, of the safetensors files at a folder or Hub id. OSError when there are none."""
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
+
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(path, "model.safetensors.index.json", **options):
+        return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    with safe_open(cached_file(path, "model.safetensors", revision=revision), "pt") as handle:
+        return dict.fromkeys(handle.keys(), "model.safetensors")
+
+
 class Stored:
     """The tensors of the safetensors files at `path`; `model`: the loaded model, or one without weights (meta).
 
@@ -24,18 +36,8 @@ class Stored:
     """
 
     def __init__(self, path: str, revision: str | None, model: nn.Module):
-        from safetensors import safe_open
-        from transformers.utils.hub import cached_file
-
         self.path, self.revision, self.model = path, revision, model
-        index = cached_file(
-            path, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-        if index:
-            files = json.loads(Path(index).read_text())["weight_map"]
-        else:
-            with safe_open(cached_file(path, "model.safetensors", revision=revision), "pt") as handle:
-                files = dict.fromkeys(handle.keys(), "model.safetensors")
+        files = tensor_files(path, revision)
         self.names = sorted(files)
         self._places = {ours: (files[name], name) for name, ours in _renamed(self.names, model).items()}
 

@@ -38,4 +38,9 @@ def _folder(head_dir: Path) -> Path:
     if not settings.is_file():
         raise ExportError(f"{head_dir} lies in no run folder ({settings} is missing), which says what its target is")
     target: TargetConfig = load_resolved(settings).target
+    if target.adapter:
+        raise ExportError(
+            f"target.adapter={target.adapter}: the module was trained with it, and the checkpoint of {target.model} is "
+            "without; merge it into the target first, and train on that"
+        )
     return Path(cached_file(model_path(target), "config.json", revision=target.revision)).parent

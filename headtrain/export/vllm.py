@@ -76,18 +76,21 @@ def target_faults(config: dict[str, Any], target_info: dict[str, Any]) -> list[s
 
 
 def measured(head_dir: Path, report: Path | None) -> dict[str, Any] | None:
-    """The report's greedy result of the head alone with the highest tau; None without a report about these weights."""
+    """The report's greedy chain of this head alone with the highest tau; None without a report about these weights."""
     path = report or head_dir.parent / "report" / "report.json"
     if not path.is_file():
         if report:
             raise ExportError(f"report={report}: no such file")
         return None
     content = read_json(path)
-    if sha256_file(head_dir / "model.safetensors") not in {head.get("sha256") for head in content.get("heads", [])}:
+    mark = sha256_file(head_dir / "model.safetensors")
+    ids = [head.get("id") for head in content.get("heads", []) if head.get("sha256") == mark]
+    if not ids:
         if report:
             raise ExportError(f"report={report} is about other weights than {head_dir / 'model.safetensors'}")
         return None
-    rows = [r for r in content["results"] if r["drafter"] == "head" and r["temperature"] == 0 and _known(r.get("tau"))]
+    rows = [r for r in content["results"] if r["drafter"] == "head" and r.get("head") in (None, *ids)]
+    rows = [r for r in rows if r["temperature"] == 0 and r.get("tree") == "chain" and _known(r.get("tau"))]
     return max(rows, key=lambda r: r["tau"]) if rows else None
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headtrain import stored
 from headtrain.config import TargetConfig
+from headtrain.files import read_header
 from headtrain.target import TargetError, model_path
 
 
@@ -118,16 +119,9 @@ def quantised(where: str, name: str, dtype: str) -> TargetError:
 
 def tensor_files(source: TargetConfig) -> dict[str, str]:
     """Tensor name -> file, of a target's safetensors files."""
-    from safetensors import safe_open
-    from transformers.utils.hub import cached_file
-
-    path, options = model_path(source), {"revision": source.revision}
-    quiet = {"_raise_exceptions_for_missing_entries": False, **options}
-    if index := cached_file(path, "model.safetensors.index.json", **quiet):
-        return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    path = model_path(source)
     try:
-        with safe_open(cached_file(path, "model.safetensors", **options), "pt") as handle:
-            return dict.fromkeys(handle.keys(), "model.safetensors")
+        return stored.tensor_files(path, source.revision)
     except OSError as error:
         raise TargetError(f"target.model={source.model}: {error}") from error
 
@@ -201,26 +195,20 @@ def write_back(head: Any, target_folder: str | Path, out_folder: str | Path) -> 
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     changed = {shard for shard, _, _ in places.values()}
-    for file in sorted(p for p in target.rglob("*") if p.is_file()):
-        copy = part / file.relative_to(target)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        _place(file, copy, link=file.suffix == ".safetensors" and file not in changed)
-    for name, (shard, base, entry) in places.items():
-        with open(part / shard.name, "r+b") as handle:
-            handle.seek(base + entry["data_offsets"][0])
-            value = new[name].detach().cpu().to(DTYPES[entry["dtype"]]).contiguous()
-            handle.write(value.flatten().view(torch.uint8).numpy().tobytes())
-    part.rename(out)
+    try:
+        for file in sorted(p for p in target.rglob("*") if p.is_file()):
+            copy = part / file.relative_to(target)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _place(file, copy, link=file.suffix == ".safetensors" and file not in changed)
+        for name, (shard, base, entry) in places.items():
+            with open(part / shard.name, "r+b") as handle:
+                handle.seek(base + entry["data_offsets"][0])
+                value = new[name].detach().cpu().to(DTYPES[entry["dtype"]]).contiguous()
+                handle.write(value.flatten().view(torch.uint8).numpy().tobytes())
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # gone already when it was renamed
     return sorted(new)
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """(tensor name -> dtype, shape, data_offsets; where the data begins) of a safetensors file."""
-    with open(file, "rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header = json.loads(handle.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _place(file: Path, copy: Path, link: bool) -> None:

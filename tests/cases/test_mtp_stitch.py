@@ -12,6 +12,7 @@ from headtrain.config import RecipeConfig, TargetConfig
 from headtrain.configload import to_yaml
 from headtrain.export import ExportError, export
 from headtrain.files import sha256_file
+from headtrain.heads import mtp_checkpoint
 from headtrain.heads.base import load_head, new_head, save_head
 from headtrain.heads.mtp_checkpoint import read_native, write_back
 from headtrain.target import TargetError
@@ -178,3 +179,20 @@ def test_the_export_writes_the_target_of_the_run(checkpoint, toy_parts, mtp, tmp
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(mtp))
     assert export(tmp_path / "run" / "head", "mtp", tmp_path / "out") == tmp_path / "out"
     assert files(folder) == files(tmp_path / "out")
+    mtp.target.adapter = "me/lora"
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mtp))
+    with pytest.raises(ExportError, match=r"target\.adapter=me/lora.*merge it into the target first"):
+        export(tmp_path / "run" / "head", "mtp", tmp_path / "again")
+
+
+def test_an_export_that_fails_half_way_leaves_nothing_behind(checkpoint, toy_parts, mtp, tmp_path, monkeypatch):
+    folder = checkpoint("qwen2")
+    head, before = module_of(folder, toy_parts, mtp), set(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mtp_checkpoint.shutil, "copy2", full)
+    with pytest.raises(OSError, match="No space"):
+        write_back(head, folder, tmp_path / "out")
+    assert set(tmp_path.iterdir()) == before

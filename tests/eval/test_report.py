@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from headtrain.eval.acceptance import metrics, tau_interval
 from headtrain.eval.report import ReportError, build, public, table
@@ -282,6 +282,16 @@ def test_vocabulary_coverage_is_counted_on_the_targets_own_answers(run):
     assert build(run, make_results())["heads"][0]["suite_coverage"] == {"heldout": 13 / 14}
 
 
+def test_a_medusa_heads_list_of_tokens_is_a_draft_vocabulary_too_and_no_list_is_the_full_one(run):
+    tensors = load_file(run / "head" / "model.safetensors")
+    ids = tensors.pop("t2d").nonzero()[:, 0]
+    del tensors["d2t"]
+    save_file(tensors | {"token_map": ids}, run / "head" / "model.safetensors")
+    assert build(run, make_results())["heads"][0]["suite_coverage"] == {"heldout": 13 / 14}
+    save_file(tensors, run / "head" / "model.safetensors")
+    assert build(run, make_results())["heads"][0]["suite_coverage"] == {}
+
+
 def test_training_facts_come_from_the_log(run):
     training = build(run, make_results())["training"]
     assert (training["steps"], training["tokens"]) == (1600, 160 * 10_240)
@@ -393,6 +403,20 @@ def test_the_next_commands_are_ones_the_command_line_takes(run):
         longer = loaded.train.seconds == 4 * own.train.seconds
         assert longer or loaded.data.prompts[0].limit == 4 * own.data.prompts[0].limit
     assert ["headtrain", "eval", "head=runs/demo/head", "recipe=runs/demo/config.yaml", "k=[1,2,3,7]"] in commands
+
+
+@pytest.mark.parametrize(("kind", "lengths", "exported"), [
+    ("eagle3", "k=[1,2,3,7]", True), ("medusa", "k=[1,2,3]", False), ("eagle", "k=[1,2,3,7]", False),
+])  # fmt: skip
+def test_the_next_commands_are_ones_the_kind_of_head_can_do(kind, lengths, exported, run):
+    config = json.loads((run / "head" / "config.json").read_text())
+    config["headtrain"] |= {"type": kind, "unroll": 4}
+    write_json(run / "head" / "config.json", config)
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub(r"formats: *\[.*\]", "formats: []", settings))
+    commands = [step["command"] for step in build(run, make_results())["summary"]["next"]]
+    assert any(command.endswith(lengths) for command in commands)
+    assert any(command.startswith("headtrain export") for command in commands) == exported
 
 
 # ------------------------------------------------------------------------------------------ page and table

@@ -390,3 +390,14 @@ def test_listing_the_formats_imports_no_torch():
     code = "import sys, headtrain.export as e; e.formats(); e.check_format('vllm'); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_a_report_about_several_heads_is_quoted_for_this_ones_greedy_chain(head_dir):
+    path = write_report(head_dir)
+    content = json.loads(path.read_text())
+    mine = content["results"][0] | {"head": "mine"}
+    content["heads"] = [content["heads"][0] | {"id": "mine"}, {"id": "other", "sha256": "0" * 64}]
+    content["results"] = [mine, mine | {"head": "other", "tau": 2.75}, mine | {"tree": "4x16", "tau": 3.25}]
+    path.write_text(json.dumps(content))
+    text = (export(head_dir, "vllm", head_dir.parent / "out", {"model": "org/Name-7B"}) / "README.md").read_text()
+    assert "1.62" in text and "2.75" not in text and "3.25" not in text

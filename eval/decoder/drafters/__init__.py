@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headtrain.config import DRAFTERS, HEAD_DRAFTERS
 from headtrain.eval.decoder.drafters.adaptive import AdaptiveDrafter
 from headtrain.eval.decoder.drafters.base import Drafter, News
 from headtrain.eval.decoder.drafters.draft_model import ModelDrafter
@@ -20,8 +21,8 @@ from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Head
 from headtrain.target import Target
 
-FREE = ("none", "ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix", "layer_skip", "draft_model")
-NAMES = (*FREE, "head", "head+ngram", "head+ngram-tree")
+NAMES = ("none", *DRAFTERS)
+FREE = tuple(name for name in NAMES if name not in HEAD_DRAFTERS)
 HYBRID_SHORTEST = 2  # a single repeated token says less than the head does
 
 __all__ = [

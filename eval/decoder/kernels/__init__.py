@@ -32,13 +32,13 @@ def _attention(query, key, value, mask, scaling=None, softcap=None, s_aux=None) 
     tensors = query, key, value
     if not TRITON or mask is None or mask.shape[1] != 1 or query.shape[2] > FEW:
         return None
-    if max(x.shape[3] for x in tensors) > 256 or key.shape[3] != value.shape[3]:
+    from headtrain.eval.decoder.kernels import triton_attention as kernel
+
+    if max(x.shape[3] for x in tensors) > kernel.MAX_HEAD_DIM or key.shape[3] != value.shape[3]:
         return None
     if len({x.dtype for x in tensors}) > 1 or any(x.stride(3) != 1 for x in tensors):
         return None
-    from headtrain.eval.decoder.kernels.triton_attention import tree_attention
-
-    return tree_attention(*tensors, mask, scaling or query.shape[3] ** -0.5, softcap, s_aux)
+    return kernel.tree_attention(*tensors, mask, scaling or query.shape[3] ** -0.5, softcap, s_aux)
 
 
 def accept(
@@ -100,10 +100,11 @@ def draft_topk(logits_MW: Tensor, k: int, d2t_W: Tensor | None = None) -> tuple[
 
     d2t_W: int64, target id - draft id; None: the ids are the same.
     """
-    if logits_MW.is_cuda and TRITON and k <= 64:
-        from headtrain.eval.decoder.kernels.triton_topk import draft_topk as kernel
+    if logits_MW.is_cuda and TRITON:
+        from headtrain.eval.decoder.kernels import triton_topk as kernel
 
-        return kernel(logits_MW, k, d2t_W)
+        if k <= kernel.MAX_K:
+            return kernel.draft_topk(logits_MW, k, d2t_W)
     logits_MW = logits_MW.float()
     top_MK, ids_MK = logits_MW.topk(k, -1)
     return top_MK - logits_MW.logsumexp(-1, keepdim=True), ids_MK, ids_MK if d2t_W is None else ids_MK + d2t_W[ids_MK]
