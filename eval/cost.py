@@ -24,7 +24,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headtrain.cache import KVCache
     from headtrain.eval.decoder.drafters.base import Drafter, News
     from headtrain.target import Target
 
@@ -92,22 +91,18 @@ def _clock(target: Target) -> float:
     return time.perf_counter()
 
 
-def _cache(target: Target, batch: int, capacity: int) -> KVCache:
-    from headtrain.cache import KVCache, StateCache
-
-    return (StateCache if target.stateful else KVCache)(batch, capacity)
-
-
 def _forwards(target: Target, texts: list[Text], context: int, widest: int):
     """(tokens, function that runs one verification of so many positions per request and returns its seconds)."""
     import torch
+
+    from headtrain.cache import cache_for
 
     sizes = [n for n in TOKENS if n < widest] + [widest]
     most = getattr(target.config, "max_position_embeddings", None) or math.inf
     context = max(1, min(context, int(min(most, 2**31)) - widest))
     ids = [(prompt + answer) * -(-context // len(prompt + answer)) for prompt, answer in texts]
     tokens_BL = torch.tensor([row[:context] for row in ids], device=target.device)
-    cache = _cache(target, len(texts), context + widest)
+    cache = cache_for(target.stateful, len(texts), context + widest)
     with torch.inference_mode():
         target.forward(tokens_BL, cache)
 
@@ -133,12 +128,15 @@ class _Walk:
     def __init__(self, target: Target, drafter: Drafter, texts: list[Text], deepest: int):
         import torch
 
+        from headtrain.cache import cache_for
+
         self.target, self.drafter = target, drafter
         self.prompts = [prompt for prompt, _ in texts]
         self.rows = [prompt + answer for prompt, answer in texts]
         width = max(map(len, self.rows))
         self.ids_BL = torch.tensor([row + [0] * (width - len(row)) for row in self.rows], device=target.device)
-        self.cache = _cache(target, len(texts), width + deepest + 1)  # drafting on the target's own layers reads it
+        # drafting on the target's own layers reads it
+        self.cache = cache_for(target.stateful, len(texts), width + deepest + 1)
         with torch.inference_mode():
             self.states = target.forward(self.ids_BL, self.cache, taps=drafter.taps)
         self.steps_left = 0

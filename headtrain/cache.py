@@ -8,6 +8,8 @@ Shapes: B rows, L new tokens, S slots, J key/value heads, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -126,3 +128,8 @@ class StateCache(KVCache):
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_) -> Tensor:
         self.states["recurrent", layer_idx, state_idx] = state
         return state
+
+
+def cache_for(stateful: Any, batch: int, capacity: int) -> KVCache:
+    """The cache of a target whose layers keep a running state (`Target.stateful`), or of one without."""
+    return (StateCache if stateful else KVCache)(batch, capacity)

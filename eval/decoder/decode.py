@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headtrain.cache import KVCache, StateCache
+from headtrain.cache import cache_for
 from headtrain.eval.decoder import kernels
 from headtrain.eval.decoder.clock import Clock
 from headtrain.eval.decoder.drafters.base import Drafter, News
@@ -132,7 +132,7 @@ class _Chunk:
         self.eos = target.eos_ids
         self.nodes = drafter.nodes(k)
         self.capacity = max(map(len, prompts)) + budget + self.nodes + 1
-        self.cache = (StateCache if target.stateful else KVCache)(len(prompts), self.capacity)
+        self.cache = cache_for(target.stateful, len(prompts), self.capacity)
         self.last_position = getattr(target.config, "max_position_embeddings", None) or self.capacity
         self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device, record=not target.stateful), 0
 

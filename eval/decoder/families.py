@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headtrain.cache import KVCache, StateCache
+from headtrain.cache import cache_for
 from headtrain.eval.decoder.layout import lay_out, visible
 from headtrain.target import STATEFUL, Target, TargetError
 from headtrain.tree import DraftTree
@@ -52,7 +52,7 @@ def _gap(target: Target, paths: list[list[int]]) -> tuple[float, float]:
     parents = torch.arange(nodes, device=device) - len(paths)
     tree = DraftTree(tokens_BN, parents.clamp_min(-1), torch.full((2,), nodes, device=device))
     length_B, capacity = torch.tensor(lengths, device=device), 6 + nodes
-    cache = (StateCache if target.stateful else KVCache)(2, capacity)
+    cache = cache_for(target.stateful, 2, capacity)
     before_BL = torch.arange(5, device=device).expand(2, 5)
     for part in [slice(0, 5)] if nodes else [slice(at, at + 1) for at in range(5)]:
         target.forward(ids[:, part], cache, before_BL[:, part])
