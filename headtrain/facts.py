@@ -1,4 +1,5 @@
 """What a head takes over from its target's config: the sizes of attention and MLP, and rope, in the words of engines.
+And what it keeps in mind of the target it was made for.
 
 `config` is a transformers text config throughout, `raw` the content of a config.json.
 """
@@ -6,7 +7,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
+
+from headtrain.config import TargetConfig
+from headtrain.files import Manifest, fingerprint, read_json
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +23,7 @@ ROPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
 }
+SENTENCE = "Hello, world!  12345 naïve façade\n\tif x == 1: return None  # ok 你好 🙂"  # tells tokenizers apart
 LATENT_HEAD, MOST_KEY_HEADS = 64, 8  # of heads whose target's attention has no sizes to copy
 
 
@@ -54,6 +60,35 @@ def head_rope(config: Any) -> dict[str, Any]:
     kept = {key: rope[key] for key in ROPES[kind] if rope.get(key) is not None}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     return {"rope_theta": theta, "rope_type": kind, **kept}
+
+
+def text_marks(tokenizer: Any) -> dict[str, str]:
+    """What tells one tokenizer and one chat template from another: `tokenizer` and, if there is one, `chat_template`.
+
+    A tokenizer counts by its words with their ids and by how it cuts a sentence, not by the files it comes in.
+    """
+    marks = {"tokenizer": fingerprint([tokenizer.get_vocab(), tokenizer.encode(SENTENCE, add_special_tokens=False)])}
+    if template := getattr(tokenizer, "chat_template", None):
+        marks["chat_template"] = fingerprint(template)
+    return marks
+
+
+def made_for(target: TargetConfig, run: Path, texts: dict[str, str]) -> dict[str, Any]:
+    """What a head of this run is for, as kept in its config.json: the target's identity (no path of this machine), its
+    number format, the words of its template, and the captures' number format and norm.
+
+    `doctor` compares it with what is served; engines do not read it.
+    """
+    made_from = Manifest(run / "captures").data.get("made_from", {})
+    index = run / "captures" / "index.json"
+    captures = read_json(index) if index.is_file() else {}
+    return {
+        "target": made_from.get("target", {}).get("identity"),
+        "dtype": target.dtype,
+        "template_kwargs": dict(target.template_kwargs),
+        "captures": {"dtype": captures.get("dtype"), "norm": captures.get("norm")},
+        **texts,
+    }
 
 
 def check_rope(raw: dict[str, Any], config: Any) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headtrain.adapter import merge_adapter
 from headtrain.cache import KVCache
 from headtrain.config import TargetConfig
-from headtrain.facts import check_rope, head_rope
+from headtrain.facts import check_rope, head_rope, text_marks
 from headtrain.files import cache_dir, locate, locked, sha256_file
 from headtrain.stored import Stored
 
@@ -352,6 +352,7 @@ class TargetParts:
     rope: dict[str, Any]
     eos_ids: set[int]
     source: TargetConfig | None = None
+    texts: dict[str, str] = field(default_factory=dict)  # marks of its tokenizer and chat template (facts.text_marks)
 
 
 def load_parts(config: TargetConfig) -> TargetParts:
@@ -372,7 +373,10 @@ def load_parts(config: TargetConfig) -> TargetParts:
         tensors = {**stored.ends(target.embed, target.lm_head, config), "norm_weight": stored.norm_weight(target.norm)}
     except (OSError, ValueError) as error:
         raise TargetError(f"target.model={config.model}: {error}") from error
-    return TargetParts(config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config, **tensors)
+    return TargetParts(
+        config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config, texts=text_marks(tokenizer),
+        **tensors,
+    )  # fmt: skip
 
 
 def _code(config: TargetConfig) -> dict[str, bool]:

@@ -87,6 +87,7 @@ class HeadConfig:
     norm_before_residual: bool = False
     norm_output: bool = False
     freeze_lm_head: bool = False
+    made_for: dict[str, Any] = field(default_factory=dict)  # which target, template and captures (facts.made_for)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,6 +5,8 @@ Pure functions. N packed positions, V target vocabulary, D draft vocabulary or d
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,11 @@ def mapping(selected: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[selected] = True
     return selected - torch.arange(len(selected)), t2d
+
+
+def mapping_hash(t2d_V: Tensor) -> str:
+    """sha256 (32 hex digits) of the draft vocabulary's mask."""
+    return hashlib.sha256(t2d_V.cpu().numpy().tobytes()).hexdigest()[:32]
 
 
 def moved_rows(rows_DH: Tensor, old_D: Tensor, new_E: Tensor, target_VH: Tensor) -> tuple[Tensor, int]:

@@ -10,7 +10,6 @@ It is written beside its place under a `.part` name and renamed when every byte 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.files import fsync_folder, read_json, sha256_file, write_json
+from headtrain.heads import vocab
 from headtrain.heads.base import Head, save_head
 from headtrain.training.ranks import Ranks
 from headtrain.training.weights import Average, Shards
@@ -35,7 +35,7 @@ class CheckpointError(ValueError):
 
 def mapping_hash(head: nn.Module) -> str:
     """sha256 (32 hex digits) of the draft vocabulary mask `t2d`."""
-    return hashlib.sha256(head.t2d.cpu().numpy().tobytes()).hexdigest()[:32]
+    return vocab.mapping_hash(head.t2d)
 
 
 # ------------------------------------------------------------------------------------------------- writing

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen.store import CaptureStore, ResponseStore
+from headtrain.facts import made_for
 from headtrain.files import fingerprint
 from headtrain.heads.base import Batch, Head, new_head
 from headtrain.target import load_parts
@@ -189,6 +190,7 @@ def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
     torch.manual_seed(config.seed)
     head = new_head(config, parts, supervised_V, all_V, sample.to(device))
     head.attach(parts.embedding, parts.lm_head)
+    head.config.made_for = made_for(config.target, run, parts.texts) | {"draft_vocab": checkpoint.mapping_hash(head)}
     return head
 
 
