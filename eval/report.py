@@ -31,6 +31,7 @@ from headtrain.eval.report_words import (
     verdict,
 )
 from headtrain.files import read_header, read_json, sha256_file, write_json, write_text
+from headtrain.privacy import public
 
 SCHEMA_VERSION = 2  # docs/report.md has the fields and what changed
 LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
@@ -38,8 +39,6 @@ STAGES = ("prompts", "responses", "captures")
 # A result without one of these cannot be placed or compared; the others may be null.
 NEEDED = ("suite", "drafter", "temperature", "k", "tau", "steps")
 
-
-_ABSOLUTE = re.compile(r"(?<![\w.:/-])(?:~|/[\w.+@-]+)(?:/[\w.+@-]+)+")  # /a/b or ~/a, not the / of a/b or tokens/s
 
 
 class ReportError(ValueError):
@@ -307,24 +306,6 @@ def _cpu() -> str:
     except OSError:
         found = None
     return found[1] if found else platform.machine()
-
-
-# --------------------------------------------------------------------------------------------------- privacy
-
-
-def public(value: Any, run: Path) -> Any:
-    """A copy fit for publishing: absolute paths relative to the run or cut to their last part, access tokens masked."""
-    if isinstance(value, dict):
-        return {key: public(item, run) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [public(item, run) for item in value]
-    return _public_text(value, run) if isinstance(value, str) else value
-
-
-def _public_text(text: str, run: Path) -> str:
-    text = text.replace(f"{run.absolute()}{os.sep}", "")
-    text = re.sub(r"\b(hf_|sk-|ghp_)[A-Za-z0-9]{16,}", r"\1***", text)
-    return _ABSOLUTE.sub(lambda found: found[0].rsplit("/", 1)[-1], text)
 
 
 # ------------------------------------------------------------------------------------------- for a terminal

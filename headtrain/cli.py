@@ -82,11 +82,11 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     except Exception as error:
-        if not is_users(error):
-            traceback.print_exc()
-            return 1
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        from headtrain.privacy import masked
+
+        users = is_users(error)
+        print(masked(f"error: {error}" if users else traceback.format_exc().rstrip()), file=sys.stderr)
+        return 2 if users else 1
 
 
 def is_users(error: BaseException) -> bool:

@@ -28,7 +28,9 @@ def run_stages(arguments: list[str]) -> int:
     `inspect`).
     """
     from headtrain.configload import load_resolved
+    from headtrain.privacy import mask_logs
 
+    mask_logs()
     names, options = arguments[0].split(","), dict(text.split("=", 1) for text in arguments[1:])
     run = Path(options["run_dir"])
     handler = logging.StreamHandler(sys.stderr)
