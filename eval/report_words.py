@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headtrain.config import BY_DEPTH
+from headtrain.config import BY_DEPTH, KINDS
 from headtrain.engines import servable_name, serve_command
 from headtrain.eval.report_data import against, comparisons, known, main_comparison, pick
 
@@ -17,7 +17,6 @@ NAMES = {
     "ngram-map-k": "n-gram map", "ngram-map-k4v": "n-gram map, several continuations", "prompt_lookup": "prompt lookup",
     "suffix": "suffix tree", "layer_skip": "layer skipping", "draft_model": "draft model", "none": "plain decoding",
 }  # fmt: skip
-KINDS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "mtp": "MTP", "peagle": "P-EAGLE"}
 SUITES = {
     "heldout": "held-out prompts", "humaneval": "HumanEval", "mt_bench": "MT-Bench", "gsm8k": "GSM8K",
     "math500": "MATH-500", "alpaca": "Alpaca", "cnn_dm": "CNN/DM", "spec_bench": "Spec-Bench",

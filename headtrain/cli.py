@@ -28,7 +28,7 @@ class Command:
 
 COMMANDS = {
     "fit": Command(
-        "every stage that is still missing: prompts, responses, captures, head, report, export", True, {},
+        "every stage that is still missing: prompts, responses, captures, head, report, export, push", True, {},
         "headtrain fit recipe=eagle3_llama8b data.prompts=my.jsonl",
     ),
     "generate": Command(
@@ -58,6 +58,18 @@ COMMANDS = {
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
         },
         "headtrain export head=runs/mine/head format=vllm",
+    ),
+    "push": Command(
+        "a head's folder to the Hub, with a model card", False,
+        {
+            "head": "the head's folder (needed)",
+            "repo": "USER/NAME on the Hub, made where it is missing (needed)",
+            "private": "true (default): make it private, and refuse one that is public; false: make it public",
+            "dry_run": "true: only list the files and their sizes; nothing is sent",
+            "revision": "branch, made where it is missing (default: main)",
+            "report": "report.json about this head (default: the one of its run)",
+        },
+        "headtrain push head=runs/mine/head repo=me/my-head",
     ),
     "plan": Command(
         "GPU memory, disk and time a recipe needs; loads no weights", True, {}, "headtrain plan recipe=eagle3_llama70b"
@@ -294,6 +306,17 @@ def _export(arguments: list[str]) -> int:
 
     given = _flat("export", arguments, ("head", "format"))
     print(pipeline.export_head(Path(given["head"]), given["format"], given.get("out")))
+    return 0
+
+
+def _push(arguments: list[str]) -> int:
+    from headtrain import pipeline
+    from headtrain.configload import load_overrides
+
+    given = _flat("push", arguments, ("head", "repo"))
+    head, report = Path(given.pop("head")), given.pop("report", None)
+    asked = load_overrides([f"push.{key}={value}" for key, value in given.items()]).push
+    print(pipeline.push_head(head, asked, Path(report) if report else None))
     return 0
 
 

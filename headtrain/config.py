@@ -179,6 +179,14 @@ class ExportConfig:
 
 
 @dataclass
+class PushConfig:
+    repo: str | None = None  # user/name on the Hub, to which `fit` uploads the head; None: nowhere
+    private: bool = True  # make the repository private, and refuse one that is public
+    dry_run: bool = False  # only list what would be uploaded; nothing is sent
+    revision: str | None = None  # branch, made where it is missing; None: main
+
+
+@dataclass
 class LaunchConfig:
     gpus: Any = "auto"  # processes of the training stage; auto = the CUDA devices, or 1 on a CPU
     workers: Any = "auto"  # processes of the data stages and of evaluation; auto = the CUDA devices, or the CPU cores
@@ -197,6 +205,7 @@ class RecipeConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    push: PushConfig = field(default_factory=PushConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run_dir: str | None = None  # None: runs/<recipe name>
     seed: int = 0  # of everything random
@@ -215,7 +224,8 @@ DRAFTERS = (
     "head", "head+ngram", "head+ngram-tree",
 )  # fmt: skip
 HEAD_DRAFTERS = tuple(name for name in DRAFTERS if name.startswith("head"))
-HEAD_TYPES = ("eagle", "eagle3", "medusa", "mtp", "peagle")
+KINDS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "mtp": "MTP", "peagle": "P-EAGLE"}  # by head.type
+HEAD_TYPES = tuple(KINDS)
 TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the last hidden state alone
 BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head
 BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends

@@ -139,6 +139,10 @@ RULES: dict[str, Rule] = {
     "eval.speed_tokens": _COUNT,
     "eval.cost_batches": _COUNT,
     "export.formats": _one_of("vllm", "mtp"),
+    "push.repo": _matching(
+        r"(?a)(?!.*(--|\.\.|\.git$))(?=.{3,96}$)\w([\w.-]*\w)?/\w([\w.-]*\w)?", "USER/NAME on the Hub"
+    ),
+    "push.revision": _matching(r"(?a)(?![0-9a-f]{40}$)(?!.*(\.\.|//))\w([\w./-]*\w)?", "the name of a branch"),
     "launch.gpus": _PROCESSES,
     "launch.workers": _PROCESSES,
     "launch.master_port": _number(1, 65535),
@@ -186,6 +190,10 @@ def validate(config: RecipeConfig) -> None:
         raise ConfigError(
             f"train.decode_prompts={train.decode_prompts} exceeds train.eval_rows={train.eval_rows}"
         )
+    if not config.push.repo:
+        for key in fields(config.push):
+            if (value := getattr(config.push, key.name)) != key.default:
+                raise ConfigError(f"push.{key.name}={value}: nothing is uploaded without push.repo; set that too")
     _validate_head(head, train)
     _validate_eval(config.eval, shape)
 

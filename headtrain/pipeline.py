@@ -35,10 +35,21 @@ LIGHT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # the environment of 
 # ------------------------------------------------------------------------------------------------- commands
 
 def fit(config: RecipeConfig) -> None:
-    """Every stage that is missing, then the result. A finished run only prints it."""
+    """Every stage that is missing, then the result, then the head's upload if there is to be one.
+
+    A finished run only prints its result, and uploads what the Hub lacks.
+    """
+    from headtrain.export import hub
+
+    stages = [stage for stage in identity.STAGES if stage != "export" or config.export.formats]
     with opened(config) as job:
-        job.run_missing([stage for stage in identity.STAGES if stage != "export" or config.export.formats])
+        asked = job.config.push
+        if asked.repo and not asked.dry_run and not all(map(job.complete, stages)):
+            print(hub.check(asked))  # now, not when hours have passed
+        job.run_missing(stages)
     print(result(job.run))
+    if asked.repo:
+        print(hub.push(job.run / "head", asked))
 
 
 def generate(config: RecipeConfig, inspect: int = 0) -> None:
@@ -97,6 +108,13 @@ def export_head(head: Path, name: str, out: str | None) -> str:
         raise ConfigError(f"head={head} lies in a checkpoint, which training deletes later: say where with out=")
     folder = Path(out) if out else head.parent / "export" / name
     return f"{name}: {export(head, name, folder)}"
+
+
+def push_head(head: Path, asked: PushConfig, report: Path | None = None) -> str:
+    """Uploads a head's folder to the Hub; returns what was uploaded where."""
+    from headtrain.export import hub
+
+    return hub.push(head, asked, report)
 
 
 def status(run: Path) -> str:

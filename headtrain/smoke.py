@@ -54,6 +54,8 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.eval.skip_from = small.eval.skip_from and min(small.eval.skip_from, SHAPE.layers // 2)
     small.launch.gpus = config.launch.gpus if config.launch.gpus != "auto" else 1
     small.launch.hostfile = None
+    small.push.dry_run = bool(config.push.repo)  # a smoke run needs no network, and its head is worth nothing
+    small.export.formats = [name for name in config.export.formats if name != "mtp"]  # nor can one be given to it
     return small
 
 

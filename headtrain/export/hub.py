@@ -1,0 +1,297 @@
+"""A head on the Hub: what is checked before, which files go there, and an upload that goes on where it stopped.
+
+The token is the Hub client's own (`hf auth login`, or HF_TOKEN): it is never read, shown or stored here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headtrain.config import PushConfig
+from headtrain.configload import read_yaml
+from headtrain.export import ExportError
+from headtrain.export.model_card import Facts, card, commit_message, local_target, read_licence
+from headtrain.files import read_json, sha256_file
+from headtrain.identity import hub_errors
+from headtrain.privacy import mask_logs, masked, public, secrets
+
+LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+OURS = ("README.md", "config.json", "model.safetensors", "report.json", "report.html", *LICENCES)
+TRIES = 5
+PASSING = (408, 429, 500, 502, 503, 504)  # what the Hub answers when it is worth asking again
+
+Content = Path | bytes
+
+
+# ------------------------------------------------------------------------------------------------ before
+
+
+def check(asked: PushConfig) -> str:
+    """Makes sure that the token may write to the repository, which is made when there is none; says what was found.
+
+    Raises ExportError: no token or a wrong one, no network, no permission, a public repository where a private one is
+    asked for, or one that holds something other than a head.
+    """
+    from huggingface_hub import HfApi
+
+    with _explained(asked):
+        api = HfApi()
+        who = retried(api.whoami)
+        role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+        if role == "read":
+            raise ExportError(f"push.repo={asked.repo}: the token of {who['name']} may only read; use another")
+        info = _found(api, asked.repo)
+        made = info is None
+        if made:
+            retried(lambda: api.create_repo(asked.repo, private=asked.private, exist_ok=True))
+            info = _found(api, asked.repo)
+        if info is None:
+            raise ExportError(f"push.repo={asked.repo}: the name is taken by a repository that the token cannot see")
+        retried(lambda: api.auth_check(asked.repo, write=True))
+        if asked.private and info.private is False:
+            raise ExportError(
+                f"push.repo={asked.repo} is public, and push.private=true: make it private in its settings, or set "
+                "push.private=false"
+            )
+        _only_a_head(api, asked)
+    state = "made" if made else "exists"
+    return f"push: {asked.repo} {state} ({'private' if info.private else 'public'}), {who['name']} may write to it"
+
+
+def _found(api: Any, repo: str, revision: str | None = None) -> Any:
+    """What the Hub says of a repository, or of its branch; None when it shows none."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return retried(lambda: api.model_info(repo, revision=revision, timeout=60))
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+
+
+def _only_a_head(api: Any, asked: PushConfig) -> None:
+    """ExportError where the repository holds files that no head has, or the config.json of another model."""
+    info = _found(api, asked.repo, asked.revision) or _found(api, asked.repo)
+    there = [file.rfilename for file in info.siblings or []]
+    strange = sorted(name for name in there if name not in (*OURS, ".gitattributes"))
+    if "config.json" in there and not strange:
+        with TemporaryDirectory() as folder:
+            config = read_json(retried(lambda: api.hf_hub_download(
+                asked.repo, "config.json", revision=info.sha, local_dir=folder
+            )), "look at it on the Hub")  # fmt: skip
+        strange = [] if isinstance(config, dict) and "headtrain" in config else ["config.json of another model"]
+    if strange:
+        listed = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        raise ExportError(
+            f"push.repo={asked.repo} holds something other than a head of headtrain's ({listed}), and an upload would "
+            "mix the two; name a new repository"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ which files
+
+
+def gather(head: Path, asked: PushConfig, report: Path | None = None) -> tuple[dict[str, Content], Facts]:
+    """(name in the repository -> file or content, facts of the card) of a head's folder.
+
+    report: report.json about this head; default: the one of the run the head lies in, if it is about these weights.
+    The licence of a target from the Hub is read there, with push.dry_run in the local cache only. ExportError where the
+    folder is no head's, or where a file holds a secret or a path of this machine.
+    """
+    head, made = head.absolute(), report
+    report = made or head.parent / "report" / "report.json"
+    facts = _facts(head, report, needed=made is not None)
+    files: dict[str, Content] = {name: head / name for name in LICENCES if (head / name).is_file()}
+    facts.licence, texts = _licence(facts, local_only=asked.dry_run)
+    files = {**texts, **files}
+    config = public(facts.config, head.parent)
+    files["config.json"] = head / "config.json" if config == facts.config else _json(config)
+    files["model.safetensors"] = head / "model.safetensors"
+    if facts.report:
+        files["report.json"] = _json(public(facts.report, head.parent))
+        if (page := report.with_name("report.html")).is_file():
+            files["report.html"] = page
+    files["README.md"] = card(facts, asked.repo).encode()
+    _refuse_leaks(files, [Path.home(), Path.cwd(), head.parent])
+    return {name: files[name] for name in OURS if name in files}, facts
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _facts(head: Path, report: Path, needed: bool) -> Facts:
+    for name in ("config.json", "model.safetensors"):
+        if not (head / name).is_file():
+            raise ExportError(f"{head} is not a head's folder: {name} is missing")
+    config = read_json(head / "config.json", "copy the head again")
+    if not isinstance(config, dict) or not isinstance(config.get("headtrain"), dict):
+        raise ExportError(f"{head / 'config.json'} has no `headtrain` section, so this is no head of headtrain's")
+    settings = head.parent / "config.yaml"
+    facts = Facts(config, recipe=read_yaml(settings) if settings.is_file() else {})
+    if not report.is_file():
+        if needed:
+            raise ExportError(f"report={report}: no such file")
+        return facts
+    content, mark = read_json(report), sha256_file(head / "model.safetensors")
+    facts.head_id = next((entry["id"] for entry in content["heads"] if entry.get("sha256") == mark), None)
+    if facts.head_id is not None:
+        facts.report = content
+    elif needed:
+        raise ExportError(f"report={report} is about other weights than {head / 'model.safetensors'}")
+    return facts
+
+
+def _licence(facts: Facts, local_only: bool) -> tuple[dict[str, str], dict[str, Content]]:
+    """(what the target's own card says of its licence, the licence's files) of the target, where they are to be had."""
+    place = local_target(facts.recipe) if not facts.hub_target else None
+    if place and place.is_dir():
+        return read_licence(place), {name: place / name for name in LICENCES if (place / name).is_file()}
+    if place:
+        return read_licence(place), {}
+    if not facts.hub_target:
+        return {}, {}
+    found = {name: _target_file(facts, name, local_only) for name in ("README.md", *LICENCES)}
+    texts = {name: file for name, file in found.items() if file and name != "README.md"}
+    return (read_licence(found["README.md"].parent) if found["README.md"] else {}), texts
+
+
+def _target_file(facts: Facts, name: str, local_only: bool) -> Path | None:
+    """A file of a target on the Hub; None where it has none, or where it cannot be read now."""
+    from huggingface_hub import hf_hub_download
+
+    commit = facts.target["commit"]
+    with contextlib.suppress(*hub_errors()):  # the card then says that no licence was found
+        return Path(hf_hub_download(facts.hub_target, name, revision=commit, local_files_only=local_only))
+    return None
+
+
+def _refuse_leaks(files: dict[str, Content], roots: list[Path]) -> None:
+    """ExportError naming the file that holds a secret, or a path of this machine."""
+    places = [rf"(?<![\w.:/-]){re.escape(str(root))}(?=/)".encode() for root in roots if len(root.parts) > 1]
+    for name, content in files.items():
+        if name == "model.safetensors":
+            continue
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        if any(secret.encode() in data for secret in secrets()):
+            raise ExportError(f"{name} has a token or password of this environment in it; nothing was uploaded")
+        if found := next(filter(None, (re.search(place, data) for place in places)), None):
+            raise ExportError(f"{name} has the local path {found[0].decode()}/… in it; nothing was uploaded")
+
+
+# ------------------------------------------------------------------------------------------------ the upload
+
+
+def push(head: Path, asked: PushConfig, report: Path | None = None) -> str:
+    """Uploads a head's files in one commit, or with push.dry_run only lists them; returns what to tell the user.
+
+    Files that the repository has already are not sent again; its files of an earlier head that this one lacks go.
+    """
+    mask_logs()
+    files, facts = gather(head, asked, report)
+    branch, sizes = asked.revision or "main", {name: _size(content) for name, content in files.items()}
+    listing = "\n".join(f"  {name:<18} {size:>14,} B" for name, size in sizes.items())
+    if asked.dry_run:
+        kind = "private" if asked.private else "public"
+        return f"would upload to {asked.repo} ({kind}), branch {branch}:\n{listing}\nnothing was sent (dry run)"
+    print(check(asked))
+    with _explained(asked):
+        place, sent = _upload(files, asked, commit_message(facts))
+    return masked(f"uploaded to {place}, branch {branch}:\n{listing}" if sent else f"{place} has it all already")
+
+
+def _size(content: Content) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _upload(files: dict[str, Content], asked: PushConfig, message: str) -> tuple[str, bool]:
+    """(the repository's address, whether anything was new)."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, repo, branch = HfApi(), asked.repo, asked.revision or "main"
+    if asked.revision:
+        retried(lambda: api.create_branch(repo, branch=branch, exist_ok=True))
+    before = retried(lambda: api.model_info(repo, revision=branch))
+    old = [file.rfilename for file in before.siblings or [] if file.rfilename in OURS and file.rfilename not in files]
+
+    def once() -> Any:
+        # Anew in each try: a commit whose answer was lost is seen to be there, and not made twice.
+        added = [CommitOperationAdd(name, content) for name, content in files.items()]
+        _patient(lambda: api.preupload_lfs_files(repo, added, revision=branch, free_memory=False))
+        gone = [CommitOperationDelete(name) for name in old]
+        return api.create_commit(repo, [*added, *gone], commit_message=message, revision=branch)
+
+    return f"{api.endpoint}/{repo}", retried(once).oid != before.sha
+
+
+class _GaveUpError(RuntimeError):
+    """A step that has been tried often enough by the Hub client itself."""
+
+
+def _patient(call: Callable[[], Any]) -> None:
+    """A call whose requests the Hub client repeats itself, six times each: its failure is final."""
+    try:
+        call()
+    except (*hub_errors(), RuntimeError) as error:
+        raise _GaveUpError(str(error)) from error
+
+
+def retried(call: Callable[[], Any]) -> Any:
+    """The result of a call, tried TRIES times while the Hub is busy or the connection breaks. Other errors: at once."""
+    for wait in (*(2**n for n in range(TRIES - 1)), None):
+        try:
+            return call()
+        except hub_errors() as error:
+            if wait is None or not _passes(error):
+                raise
+        time.sleep(wait)
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether another try may end better."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in PASSING
+    broken = ("TimeoutException", "NetworkError", "RemoteProtocolError")  # of the HTTP library, httpx or httpx2
+    return not isinstance(error, OfflineModeIsEnabled) and any(kind.__name__ in broken for kind in type(error).__mro__)
+
+
+@contextlib.contextmanager
+def _explained(asked: PushConfig) -> Iterator[None]:
+    """What the Hub client raises, as one line that says what to do."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except (*hub_errors(), RuntimeError, ValueError) as error:
+        raise ExportError(f"push.repo={asked.repo}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if isinstance(error, LocalTokenNotFoundError):
+        return "there is no Hub token; run `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or set push.dry_run=true"
+    if cause is None:
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return f"the Hub cannot be reached, or the upload broke off ({said}); the same command goes on from there"
+    status, said = cause.response.status_code, cause.server_message or ""
+    words = {
+        401: "the Hub does not accept the token; run `hf auth login --force`, or correct HF_TOKEN",
+        403: "the token may not write there; use one with write permission, or name a repository of yours",
+        404: "there is no such repository, or the token cannot see it",
+    }  # fmt: skip
+    found = words.get(status, "the Hub cannot do it now; the same command goes on from there")
+    return f"{found} (status {status}{': ' if said else ''}{said.splitlines()[0] if said else ''})"
