@@ -18,7 +18,7 @@ from typing import Any
 
 from headtrain import children, identity
 from headtrain.children import Child, Progress
-from headtrain.config import ConfigError, RecipeConfig, TargetConfig
+from headtrain.config import ConfigError, PushConfig, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, claimed, read_json, write_text
 from headtrain.hardware import gpu_ids
 
