@@ -159,6 +159,18 @@ def test_tokens_are_told_apart_by_their_strings_and_ids_may_differ(make, prompts
     assert tree.counts.tolist() == counts and 0 < sum(counts) < 40
 
 
+def test_rows_of_padding_that_no_token_stands_for_are_the_same_in_models_of_one_tokenizer(make, prompts):
+    target = make[0]()[0]
+    target.tokenizer = Tokens([f"t{i}" for i in range(60)])  # of 97 rows
+    drafter = ModelDrafter(Sampling(), target, target)
+    texts = [[*p, 9] for p in prompts]
+    drafter.start([text[:-1] for text in texts], 120)
+    drafter.observe(news([text[1:] for text in texts]))
+    wanted = [greedy(target, text, 8) for text in texts]
+    assert any(token >= 60 for row in wanted for token in row), "drafts of rows without a token"
+    assert drafter.propose(8).tokens.tolist() == wanted
+
+
 def test_a_model_with_another_vocabulary_is_refused_by_its_first_differing_token(pair, make):
     target, _ = pair
     small = make[0](layers=1)[0]
