@@ -5,7 +5,6 @@ Like the pipeline it imports no torch: child processes do the work.
 
 from __future__ import annotations
 
-import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 from headtrain import children, identity
 from headtrain.children import Child, Progress
 from headtrain.config import ConfigError, RecipeConfig
-from headtrain.files import Manifest, fingerprint, locate, read_json, write_json
+from headtrain.files import Manifest, fingerprint, read_json, write_json
+from headtrain.hub_read import head_folder
 from headtrain.pipeline import opened, result
 
 
@@ -53,17 +53,8 @@ def evaluate_offline(places: list[str], run: Path, settings: dict[str, Any]) -> 
 # ------------------------------------------------------------------------------------------------- the heads
 
 def found_head(place: str) -> Path:
-    """The folder of a head given as a folder, or fetched when it is a Hub id (`user/name`, `user/name@revision`)."""
-    path = Path(locate(place)).expanduser()
-    if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", place):
-        from huggingface_hub import snapshot_download
-
-        name, _, revision = place.partition("@")
-        files = ["config.json", "model.safetensors"]
-        try:
-            path = Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
-        except identity.hub_errors() as error:
-            raise identity.not_on_the_hub(f"head={place}", error) from error
+    """The folder of a head given as a folder or a Hub id. ConfigError when there is none."""
+    path = head_folder(place)
     if not (path / "config.json").is_file():
         raise ConfigError(f"head={place}: not a head's folder (no config.json), and no head on the Hub")
     return path

@@ -84,6 +84,29 @@ def writing(path: str | Path):
         part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def replacing(folder: str | Path):
+    """Yields an empty folder beside `folder`; what the block puts there is flushed and takes its place at once."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part, aside = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        for file in part.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        fsync_folder(part)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside)
+        part.rename(folder)
+        fsync_folder(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def fsync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:

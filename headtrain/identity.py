@@ -15,6 +15,7 @@ from typing import Any
 from headtrain.config import SCRATCH, RecipeConfig, TargetConfig
 from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
+from headtrain.hub_read import HubError, head_folder, hub_errors, not_on_the_hub
 
 STAGES = ("prompts", "responses", "captures", "training", "report", "export")
 PARENTS = {
@@ -57,7 +58,7 @@ def stage_marks(
             "target": {**model, "dtype": config.target.dtype, "attn_implementation": config.target.attn_implementation},
         },
         "training": {
-            "head": {**tree["head"], "init_from": start if start == SCRATCH else folder_identity(start)},
+            "head": {**tree["head"], "init_from": _start_identity(start)},
             "train": {key: value for key, value in tree["train"].items() if key not in NOT_IN_TRAINING},
             "seed": config.seed,
         },
@@ -122,7 +123,7 @@ def target_identity(config: TargetConfig, run: Path, pins: str = "target.json") 
         asked = TargetConfig(model=config.adapter, revision=config.adapter_revision)
         try:
             found["adapter"] = _model_identity(asked, run, "adapter.json")
-        except IdentityError as error:
+        except (IdentityError, HubError) as error:
             raise IdentityError(str(error).replace("target.model=", "target.adapter=")) from error
         config.adapter_revision = asked.revision
     return found
@@ -168,23 +169,8 @@ def hub_commit(config: TargetConfig) -> str:
         raise not_on_the_hub(f"target.model={config.model}", error) from error
 
 
-def hub_errors() -> tuple[type[Exception], ...]:
-    """What the Hub client raises, and its HTTP library when there is no network."""
-    import importlib.util
-
-    from huggingface_hub import errors
-
-    names = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
-    transport = (importlib.import_module(name).HTTPError for name in names)
-    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, *transport)
-
-
-def not_on_the_hub(what: str, error: BaseException) -> IdentityError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return IdentityError(
-        f"{what}: neither the Hub nor the local Hub cache has it ({reason}); "
-        "check the name, the network and `hf auth login`, or give a folder"
-    )
+def _start_identity(start: str | None) -> str | None:
+    return start if start in (None, SCRATCH) else folder_identity(str(head_folder(start, key="head.init_from")))
 
 
 def folder_identity(folder: str | None) -> str | None:

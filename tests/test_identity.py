@@ -10,6 +10,7 @@ import pytest
 from headtrain import configload, identity
 from headtrain.config import PromptSource, RecipeConfig
 from headtrain.files import Manifest, write_json
+from headtrain.hub_read import HubError
 
 TARGET = {"model": "tiny", "content": "r1"}
 
@@ -195,7 +196,7 @@ def test_without_a_network_a_hub_model_is_found_in_the_local_hub_cache(config, t
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     config.target.model = "someone/model"
-    with pytest.raises(identity.IdentityError, match="neither the Hub nor the local Hub cache"):
+    with pytest.raises(HubError, match="neither the Hub nor the local Hub cache"):
         identity.hub_commit(config.target)
     ref = tmp_path / "models--someone--model" / "refs" / "main"
     ref.parent.mkdir(parents=True)

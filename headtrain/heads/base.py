@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.config import SCRATCH, HeadSection, RecipeConfig
-from headtrain.files import locate
 from headtrain.heads.vocab import choose_draft_vocab, coverage, draft_size, mapping, moved_rows
+from headtrain.hub_read import HEAD_FILES, head_folder
 from headtrain.target import TargetParts
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def _choose(size: int, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) 
 def _parent(section: HeadSection, parts: TargetParts) -> Head:
     """The head of `head.init_from`, to be trained as the recipe says. ValueError naming the key that does not fit."""
     where = f"head.init_from={section.init_from}"
-    head = load_head(Path(locate(section.init_from)).expanduser()).train()
+    head = load_head(head_folder(section.init_from, key="head.init_from")).train()
     c, (vocab, hidden) = head.config, parts.lm_head.shape
     if (c.vocab_size, c.target_hidden_size) != (vocab, hidden):
         raise ValueError(
@@ -344,14 +344,31 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     write_json(folder / "config.json", head.portable_config(dtype or torch.float32))
 
 
+def section_config(section: Any, where: str) -> HeadConfig:
+    """The config that the `headtrain` section of file `where` records; ValueError naming the key that does not fit."""
+    kind, bad = section.get("type", HeadConfig.type) if isinstance(section, dict) else None, None
+    if not isinstance(kind, str):
+        raise ValueError(f"{where}: its headtrain section does not fit (an object is needed, and in it a type)")
+    default = vars(head_class(kind).Config())
+    for key, value in section.items():
+        of = type(default.get(key))
+        if key not in default:
+            bad = f"{kind} heads have no {key}"
+        elif default[key] is not None and type(value) is not of and (of, type(value)) != (float, int):
+            bad = f"{key}={value!r} is no {of.__name__}"
+        if bad:
+            raise ValueError(f"{where}: its headtrain section does not fit ({bad})")
+    return head_class(kind).Config(**section)
+
+
 def load_head(
     folder: str | Path,
     embedding: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     lm_head: Tensor | None = None,
 ) -> Head:
-    """Reads a folder written by `save_head`. `embedding` and `lm_head` are the target's, [V, T]; needed before the head
-    can run, the latter by types that draft with it.
+    """Reads a folder written by `save_head`, or a Hub id (`user/name@revision`). `embedding` and `lm_head` are the
+    target's, [V, T]; needed before the head can run, the latter by types that draft with it.
 
     Raises ValueError naming the file and the missing, extra or mis-shaped tensor.
     """
@@ -360,8 +377,8 @@ def load_head(
 
     from headtrain.files import read_json
 
-    folder = Path(folder)
-    for name in ("config.json", "model.safetensors"):
+    folder = head_folder(folder)
+    for name in HEAD_FILES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is not a head folder: {name} is missing")
     written = read_json(folder / "config.json", "copy the head again")
@@ -369,16 +386,12 @@ def load_head(
         raise ValueError(
             f"{folder / 'config.json'} has no `headtrain` section; import the head first (headtrain import)"
         )
-    weights = folder / "model.safetensors"
+    config, weights = section_config(written["headtrain"], str(folder / "config.json")), folder / "model.safetensors"
     try:
-        kind = head_class(written["headtrain"].get("type", "eagle3"))
-        config = kind.Config(**written["headtrain"])
         tensors = load_file(weights)
-    except TypeError as error:
-        raise ValueError(f"{folder / 'config.json'}: its headtrain section does not fit ({error})") from error
     except SafetensorError as error:
         raise ValueError(f"{weights} cannot be read ({error}); copy the head again") from error
-    head = kind(config)
+    head = head_class(config.type)(config)
     head.load_portable(tensors, str(weights))
     if embedding is not None:
         head.attach(embedding, lm_head if head.borrows_lm_head else None)
