@@ -59,6 +59,18 @@ COMMANDS = {
         },
         "headtrain export head=runs/mine/head format=vllm",
     ),
+    "import": Command(
+        "a head that another tool trained, as a head folder of ours", False,
+        {
+            "head": "its folder or Hub id, user/name@revision (needed)",
+            "out": "new folder to write (needed)",
+            "target": "the model it drafts for: Hub id, folder or GGUF, where the checkpoint does not name it",
+            "format": "auto (default), headtrain, eagle, sglang, vllm, speculators, trtllm, medusa or mtp",
+            "taps": "the target layers it reads, [2,18,33], where its layer ids do not say so",
+            "engine_version": "the SGLang release that its layer ids were written for",
+        },
+        "headtrain import head=user/eagle3-head target=me/model out=heads/theirs",
+    ),
     "push": Command(
         "a head's folder to the Hub, with a model card", False,
         {
@@ -317,6 +329,21 @@ def _push(arguments: list[str]) -> int:
     head, report = Path(given.pop("head")), given.pop("report", None)
     asked = load_overrides([f"push.{key}={value}" for key, value in given.items()]).push
     print(pipeline.push_head(head, asked, Path(report) if report else None))
+    return 0
+
+
+def _import(arguments: list[str]) -> int:
+    from headtrain.config import ConfigError
+    from headtrain.importing import import_head
+
+    given = _flat("import", arguments, ("head", "out"))
+    if (taps := given.pop("taps", None)) is not None:
+        given["taps"] = [int(n) if n.strip().isdecimal() else n for n in taps.strip("[]").split(",")]
+        if not all(isinstance(n, int) for n in given["taps"]):
+            raise ConfigError(f"taps={taps}: numbers of layers are needed, as in taps=[2,18,33]")
+    made = import_head(given.pop("head"), **given)
+    print(f"{made.folder}: {made.type} head, from the format {made.format}")
+    print("\n".join(f"- {line}" for line in made.said))
     return 0
 
 
