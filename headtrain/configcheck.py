@@ -16,6 +16,7 @@ from headtrain.config import (
     SCRATCH,
     TRAIN_KEYS,
     ConfigError,
+    DataConfig,
     EvalConfig,
     HeadSection,
     RecipeConfig,
@@ -57,8 +58,9 @@ RULES: dict[str, Rule] = {
     **{f"target.shape.{key.name}": _COUNT for key in fields(ShapeConfig)},
     "target.dtype": _one_of("auto", "float32", "bfloat16", "float16"),
     "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
-    "data.prompts.source": _matching(r".*\S.*", "a file (.json, .jsonl) or package:NAME/FILE"),
+    "data.prompts.source": _matching(r".*\S.*", "a file, a folder, package:NAME/FILE, or a Hub data set (user/name)"),
     "data.prompts.limit": _COUNT,
+    "data.prompts.weight": _number(0, open_low=True),
     "data.filter.min_chars": _number(0),
     "data.filter.max_chars": _COUNT,
     "data.filter.min_ascii": _SHARE,
@@ -66,6 +68,7 @@ RULES: dict[str, Rule] = {
     "data.held_out": _number(0),
     "data.valid": _number(0),
     "data.max_length": _number(2),
+    "data.turns": _COUNT,
     "data.responses.backend": _one_of("local", "given"),
     "data.responses.temperature": _number(0),
     "data.responses.top_p": _number(0, 1, open_low=True),
@@ -162,6 +165,7 @@ def validate(config: RecipeConfig) -> None:
             f"data.filter.max_chars={config.data.filter.max_chars} is below data.filter.min_chars="
             f"{config.data.filter.min_chars}: no prompt can pass"
         )
+    _validate_data(config.data)
     if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
         raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
     if head.taps is not None and (len(set(head.taps)) != len(head.taps) or head.taps != sorted(head.taps)):
@@ -196,6 +200,17 @@ def validate(config: RecipeConfig) -> None:
                 raise ConfigError(f"push.{key.name}={value}: nothing is uploaded without push.repo; set that too")
     _validate_head(head, train)
     _validate_eval(config.eval, shape)
+
+
+def _validate_data(data: DataConfig) -> None:
+    given = data.responses.backend == "given"
+    if data.turns > 1 and given:
+        raise ConfigError(f"data.turns={data.turns}: given answers keep all their turns; leave it out")
+    if data.keep_truncated and not given:
+        raise ConfigError("data.keep_truncated=true is about given answers; set data.responses.backend=given")
+    weighted = [place.source for place in data.prompts if place.weight is not None]
+    if weighted and len(weighted) < len(data.prompts):
+        raise ConfigError(f"data.prompts: {weighted[0]} has a weight; give every source one, or none")
 
 
 def _validate_head(head: HeadSection, train: TrainConfig) -> None:

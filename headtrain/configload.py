@@ -60,7 +60,7 @@ class Key:
         kind = _without_none(self.kind)
         if self.is_list:
             return {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers"}.get(
-                self.item, "a list of {source: …, limit: …}"
+                self.item, "a list of {source: …, limit: …, weight: …}"
             )
         names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
         return names.get(kind, "a mapping" if self.is_open else "a value")

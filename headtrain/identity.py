@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import SCRATCH, RecipeConfig, TargetConfig
+from headtrain.config import SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
+from headtrain.data_gen.readers import is_hub_id
 from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
 from headtrain.hub_read import HubError, head_folder, hub_errors, not_on_the_hub
@@ -41,7 +42,17 @@ def stage_marks(
     data, tree, start = config.data, asdict(config), config.head.init_from
     of_target = ("dtype", "attn_implementation", "template_kwargs", "trust_remote_code")
     model = {"identity": target, **{key: tree["target"][key] for key in of_target}}
-    prompts = {key: tree["data"][key] for key in ("prompts", "filter", "held_out", "valid")}
+    prompts = {key: tree["data"][key] for key in ("filter", "held_out", "valid")}
+    # Keys that came later count where they are set: what older runs have made stays theirs.
+    prompts["prompts"] = [
+        {key: value for key, value in place.items() if value is not None or key in ("source", "limit")}
+        for place in tree["data"]["prompts"]
+    ]
+    for key in ("turns", "keep_truncated"):
+        if tree["data"][key] != getattr(DataConfig, key):
+            prompts[key] = tree["data"][key]
+    if config.target.chat_template:
+        model["chat_template"] = file_sha256(config.target.chat_template, "target.chat_template")
     if data.responses.backend == "given":  # no target is asked, only its template
         model.pop("dtype"), model.pop("attn_implementation")
     made_from: dict[str, dict[str, Any]] = {
@@ -85,7 +96,7 @@ def suite_files(config: RecipeConfig) -> dict[str, str]:
 
 
 def source_identities(config: RecipeConfig, run: Path) -> list[dict[str, Any]]:
-    """sha256 of every prompt file."""
+    """sha256 of every prompt file, a digest of every folder, the commit of every Hub data set."""
     identities = []
     for source in config.data.prompts:
         path = Path(locate(source.source)).expanduser()
@@ -93,9 +104,30 @@ def source_identities(config: RecipeConfig, run: Path) -> list[dict[str, Any]]:
             identities.append({"source": source.source, "sha256": known_sha256(path, run)})
         elif path.is_dir():
             identities.append({"source": source.source, "content": folder_identity(str(path))})
+        elif is_hub_id(source.source):
+            identities.append(_data_set_identity(source, run))
         else:
             raise IdentityError(f"data.prompts: {source.source}: no such file")
     return identities
+
+
+def _data_set_identity(source: PromptSource, run: Path) -> dict[str, Any]:
+    """The commit of a Hub data set, pinned in the run folder at the first start; `source.revision` is set to it."""
+    path, asked = run / "data_sets.json", f"{source.source}@{source.revision or 'main'}"
+    pins = read_json(path) if path.is_file() else {}
+    if asked not in pins:
+        pins[asked] = _commit("dataset", source.source, source.revision or "main", "data.prompts: ")
+        run.mkdir(parents=True, exist_ok=True)
+        write_json(path, pins)
+    source.revision = pins[asked]
+    return {"source": source.source, "commit": source.revision}
+
+
+def file_sha256(place: str, key: str) -> str:
+    path = Path(locate(place)).expanduser()
+    if not path.is_file():
+        raise IdentityError(f"{key}={place}: no such file")
+    return sha256_file(path)
 
 
 def known_sha256(path: Path, run: Path) -> str:
@@ -154,19 +186,22 @@ def _model_identity(config: TargetConfig, run: Path, pins: str) -> dict[str, Any
 
 def hub_commit(config: TargetConfig) -> str:
     """The commit that a Hub model's revision stands for: from the Hub, else from the local Hub cache."""
+    return _commit("model", config.model, config.revision or "main", "target.model=")
+
+
+def _commit(kind: str, name: str, revision: str, key: str) -> str:
     from huggingface_hub import HfApi, constants, file_download
 
-    revision = config.revision or "main"
     if len(revision) == 40 and all(digit in "0123456789abcdef" for digit in revision):
         return revision
     try:
-        return HfApi().model_info(config.model, revision=revision, timeout=20).sha
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=20).sha
     except hub_errors() as error:
-        folder = file_download.repo_folder_name(repo_id=config.model, repo_type="model")
+        folder = file_download.repo_folder_name(repo_id=name, repo_type=kind)
         ref = Path(constants.HF_HUB_CACHE) / folder / "refs" / revision
         if ref.is_file():
             return ref.read_text().strip()
-        raise not_on_the_hub(f"target.model={config.model}", error) from error
+        raise not_on_the_hub(f"{key}{name}", error) from error
 
 
 def _start_identity(start: str | None) -> str | None:

@@ -18,7 +18,8 @@ def collect(path, backend="given", **more):
     source = path if isinstance(path, PromptSource) else PromptSource(path)
     more = {"held_out": 0, "valid": 0, **more}
     data = DataConfig(prompts=[source], responses=ResponsesConfig(backend=backend), **more)
-    return prompts.collect(data)
+    found = prompts.Selection(data)
+    return list(found), found.counts, found.left_out
 
 
 def chat(*pairs):
@@ -115,8 +116,8 @@ def test_four_spellings_of_a_chat_are_one_row_and_an_unknown_role_is_named(write
     [
         ([ASK, {"role": "assistant", "content": None, "reasoning_content": "blue, I think"}], "assistant_content_null"),
         ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}], "not_text: image"),
-        ([ASK, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}], "has_tools"),
-        ([ASK, {"role": "tool", "content": "4"}], "has_tools"),
+        ([ASK, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}], "tool_call_without_name"),
+        ([ASK, {"role": "tool", "content": "4"}], "tool_without_call"),
         (["Hello"], "turn_is_not_an_object"),
         ([{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}], "content_is_not_text"),
         ([{"role": "user", "content": "\ud800?"}, {"role": "assistant", "content": "x"}], "invalid_unicode"),
@@ -164,7 +165,8 @@ def test_the_id_is_the_sha1_of_the_text_and_the_split_follows_its_order(write_js
 
 def test_a_share_is_one_of_the_hash_space_so_new_rows_never_move_old_ones():
     ids = [hashlib.sha1(str(n).encode()).hexdigest() for n in range(4000)]
-    whole, half = prompts.split_of(ids, 0.1, 0.05), prompts.split_of(ids[:2000], 0.1, 0.05)
+    orders = sorted(ids), sorted(ids[:2000])
+    whole, half = (dict(zip(order, prompts.splits(order, 0.1, 0.05), strict=True)) for order in orders)
     assert all(whole[i] == half[i] for i in half)
     sizes = [sum(s == name for s in whole.values()) / 4000 for name in ("heldout", "valid")]
     assert sizes == pytest.approx([0.1, 0.05], abs=0.015)
@@ -196,7 +198,7 @@ def test_what_gather_writes_load_reads_and_the_manifest_counts(write_jsonl, tmp_
     config = RecipeConfig(data=DataConfig(prompts=[PromptSource(write_jsonl(rows))], held_out=2, valid=1))
     prompts.gather(config, tmp_path / "prompts")
     kept = prompts.load(tmp_path / "prompts")
-    assert kept == prompts.collect(config.data)[0] and len(kept) == 9
+    assert kept == list(prompts.Selection(config.data)) and len(kept) == 9
     manifest = json.loads((tmp_path / "prompts" / "manifest.json").read_text())
     assert manifest["complete"] and manifest["left_out"] == {"no_messages": 1}
     assert manifest["counts"] == {"read": 10, "prompts": 9, "heldout": 2, "valid": 1, "train": 6}
