@@ -14,10 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "tensorrt_llm": "1.2", "llama_cpp": "b11434"}
+EXPORT_FORMATS = {  # format: the engine whose releases it is about, None where there is no engine
+    "eagle": None, "medusa": None, "mtp": None, "sglang": "sglang", "speculators": None, "trtllm": "tensorrt_llm",
+    "vllm": "vllm",
+}  # fmt: skip
 
 
 class TapsError(ValueError):
     """Taps that a target does not have, or that an engine cannot be told; the message says what to do."""
+
+
+def release(text: str) -> tuple[int, ...]:
+    """A release's numbers, for comparing: "0.32.0" -> (0, 32, 0), "b11434" -> (11434,). ValueError for other texts."""
+    found = re.fullmatch(r"[bv]?(\d+(?:\.\d+)*)([.+-]?[a-z].*)?", text)
+    if not found:
+        raise ValueError(f"engine_version={text}: this is no release, such as 0.32.0")
+    return tuple(map(int, found[1].split(".")))
 
 
 def default_taps(num_layers: int) -> list[int]:
@@ -50,34 +62,56 @@ def check_taps(taps: Sequence[int], num_layers: int) -> list[int]:
 
 
 SERVING = ("vllm", "sglang", "tensorrt_llm")  # engines for which a serve command is known
+_VLLM = {  # speculative config, by type of head
+    "eagle": {"method": "eagle"}, "eagle3": {"method": "eagle3"}, "medusa": {"method": "medusa"},
+    "mtp": {"method": "mtp"}, "peagle": {"method": "eagle3", "parallel_drafting": True},
+}  # fmt: skip
+_SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}  # speculative algorithm
+_TENSORRT = {"eagle3": "Eagle3", "mtp": "MTP"}  # decoding type
 
 
 def serve_command(
-    engine: str, target: str, head: str, k: int, *, width: int = 1, nodes: int | None = None,
-    taps: Sequence[int] | None = None, layers: int | None = None,
+    engine: str, target: str, head: str | None, k: int, *, head_type: str = "eagle3", width: int = 1,
+    nodes: int | None = None, taps: Sequence[int] | None = None, layers: int | None = None,
 ) -> str:  # fmt: skip
-    """The shell command that serves `target` with an exported EAGLE-3 head drafting k tokens a step.
+    """The shell command that serves `target` with an exported head drafting k tokens a step; ValueError where there is
+    none.
 
-    width, nodes: of a tree, the children of a node and the drafts verified (SGLang only; it counts the root as well).
-    taps, layers: the head's taps and the target's blocks; TensorRT-LLM is told taps that are not its default.
+    head: its folder; None: inside the target's own (MTP). width, nodes: of a tree, the children of a node and the
+    drafts verified (SGLang only; it counts the root as well). taps, layers: see `tensorrt_options`.
     """
-    if engine == "vllm":
-        spec = json.dumps({"method": "eagle3", "model": head, "num_speculative_tokens": k})
+    if engine == "vllm" and head_type in _VLLM:
+        place = {"model": head} if head else {}
+        spec = json.dumps({"method": "", **place, "num_speculative_tokens": k} | _VLLM[head_type])
         return f"vllm serve {target} --speculative-config {shlex.quote(spec)}"
-    if engine == "sglang":
+    if engine == "sglang" and head_type in _SGLANG:
+        place = shlex.quote(head) if head else target
         return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {shlex.quote(head)} --speculative-num-steps {k} "
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {_SGLANG[head_type]} "
+            f"--speculative-draft-model-path {place} --speculative-num-steps {k} "
             f"--speculative-eagle-topk {width} --speculative-num-draft-tokens {(nodes or k) + 1}"
         )
-    if engine == "tensorrt_llm":
-        options = ["decoding_type: Eagle3", f"max_draft_len: {k}", f"speculative_model: {json.dumps(head)}"]
-        if taps and layers and (layers < 7 or list(taps) != default_taps(layers)):
-            options.append(f"eagle3_layers_to_capture: {engine_ids(engine, taps, layers)}")
-        lines = ["speculative_config:", *(f"  {option}" for option in options)]
-        text = "\n".join(lines)
-        return f"cat > speculative.yaml <<'END'\n{text}\nEND\ntrtllm-serve {target} --config speculative.yaml"
-    raise ValueError(f"no serve command is known for engine {engine!r}; known: {', '.join(SERVING)}")
+    if engine == "tensorrt_llm" and head_type in _TENSORRT:
+        text = tensorrt_options(head, k, head_type, taps, layers)
+        return f"cat > speculative.yaml <<'END'\n{text}END\ntrtllm-serve {target} --config speculative.yaml"
+    raise ValueError(
+        f"no serve command is known for {head_type} heads in engine {engine!r}; known: {', '.join(SERVING)}"
+    )
+
+
+def tensorrt_options(
+    head: str | None, k: int, head_type: str = "eagle3", taps: Sequence[int] | None = None, layers: int | None = None
+) -> str:
+    """TensorRT-LLM's YAML file: which head drafts k tokens a step.
+
+    taps, layers: the head's taps and the target's blocks; taps that are not the engine's default are named.
+    """
+    options = [f"decoding_type: {_TENSORRT[head_type]}", f"max_draft_len: {k}"]
+    if head:
+        options.append(f"speculative_model: {json.dumps(head)}")
+    if taps and layers and (layers < 7 or list(taps) != default_taps(layers)):
+        options.append(f"eagle3_layers_to_capture: {engine_ids('tensorrt_llm', taps, layers)}")
+    return "".join(f"{line}\n" for line in ["speculative_config:", *(f"  {option}" for option in options)])
 
 
 def servable_name(model: str | None) -> str:
@@ -170,6 +204,20 @@ def sglang_rules_agree(taps: Sequence[int], num_layers: int) -> bool:
         return engine_ids("sglang", taps, num_layers) == engine_ids("sglang_first_is_1", taps, num_layers)
     except TapsError:
         return False
+
+
+# SGLang from 0.5.13 to 0.5.23, by its sources: families whose targets it captures by the rule of "sglang_first_is_1".
+# All others, and earlier releases (0.5.11 to 0.5.12.post1 were read), always add 1.
+SGLANG_FIRST_IS_1_SINCE = "0.5.13"
+SGLANG_FIRST_IS_1 = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25",
+)  # fmt: skip
+
+
+def sglang_numbering(version: str, family: str | None) -> str:
+    """The key of NUMBERINGS by which a release of SGLang reads layer ids for targets of a family (a model_type)."""
+    changed = family in SGLANG_FIRST_IS_1 and release(version) >= release(SGLANG_FIRST_IS_1_SINCE)
+    return "sglang_first_is_1" if changed else "sglang"
 
 
 def _numbering(engine: str) -> Numbering:

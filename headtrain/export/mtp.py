@@ -1,6 +1,7 @@
-"""Export of a trained MTP module: the target's whole checkpoint with the module in it, as any engine loads the target.
+"""Export of a trained MTP module: the target's whole checkpoint with the module in it, as engines load the target.
 
-Nothing else of the checkpoint changes, and every tensor keeps its dtype (`dtype` of other formats does not apply).
+Nothing else of the checkpoint changes but its README.md, which gets a section, and every tensor keeps its dtype. An
+engine's format also checks that the engine knows the module.
 """
 
 from __future__ import annotations
@@ -8,24 +9,85 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headtrain.config import TargetConfig
 from headtrain.configload import load_resolved
+from headtrain.engines import TESTED_VERSIONS, serve_command
 from headtrain.export import ExportError
+from headtrain.export.contracts import load_contract, value_faults
+from headtrain.export.folder import HeadFolder
+from headtrain.export.readme import ENGINES, expectation, measured
 from headtrain.files import read_json
 
+SERVED_BY = {"vllm": ["vllm"], "sglang": ["sglang"], "trtllm": ["tensorrt_llm"], "mtp": ["vllm", "sglang"]}
 
-def export(head_dir: Path, out_dir: Path, target_info: dict[str, Any], *, report: Path | None, dtype: str) -> Path:
+
+def export(
+    head: HeadFolder, out_dir: Path, info: dict[str, Any], *, format: str, report: Path | None, dtype: str,
+    version: str | None,
+) -> Path:  # fmt: skip
     """See `headtrain.export.export`. The target is the one of the run that the head lies in."""
     from headtrain.heads.base import load_head
     from headtrain.heads.mtp_checkpoint import write_back
 
-    if not (head_dir / "config.json").is_file():
-        raise ExportError(f"{head_dir} is not a head's folder: config.json is missing")
-    kind = read_json(head_dir / "config.json", "copy the head again").get("headtrain", {}).get("type")
-    if kind != "mtp":
-        raise ExportError(f"{head_dir / 'config.json'}: headtrain.type={kind!r}; mtp takes: mtp")
-    write_back(load_head(head_dir), _folder(head_dir), out_dir)
+    if dtype != "bfloat16":
+        raise ExportError(f"export dtype {dtype}: a module has the number format of its target; leave it out")
+    if found := audit(head, info, format=format, version=version):
+        raise ExportError(f"{head.path} does not go into the checkpoint of its target:", found)
+    text = _readme(head, format, version, measured(head.path, report))
+    write_back(load_head(head.path), _folder(head.path), out_dir, text)
     return out_dir
+
+
+def audit(head: HeadFolder, info: dict[str, Any], *, format: str, version: str | None) -> list[str]:
+    """See `headtrain.export.audit`. ExportError where there is no target to compare with."""
+    from headtrain.heads.base import load_head
+    from headtrain.heads.mtp_checkpoint import places
+
+    folder = _folder(head.path)
+    found = [
+        f"tensor {name} has {bad} values that are NaN or infinite"
+        for name, tensor in head.tensors.items()
+        if tensor.is_floating_point() and (bad := int((~torch.isfinite(tensor)).sum()))
+    ]
+    try:
+        places(load_head(head.path), folder)
+    except ValueError as error:
+        found.append(str(error))
+    target = read_json(folder / "config.json", "download the target again")
+    for engine in SERVED_BY[format] if format != "mtp" else ():
+        found += _engine_faults(engine, head.ours.get("dialect", ""), target, version)
+    return found
+
+
+def _engine_faults(engine: str, dialect: str, target: dict[str, Any], version: str | None) -> list[str]:
+    contract = load_contract(engine, "mtp")
+    known, name = contract["dialects"].get(dialect, {}), f"{ENGINES[engine]} {version or TESTED_VERSIONS[engine]}"
+    family = (target.get("text_config") or target).get("model_type")
+    if contract.get("complete") and family not in known.get("families", ()):
+        every = sorted({f for names in contract["dialects"].values() for f in names["families"]})
+        return [f"{name} runs MTP modules of {', '.join(every)}, not of {family}; use format=vllm or format=sglang"]
+    return value_faults(known.get("config", {}), (target.get("text_config") or {}) | target)
+
+
+def _readme(head: HeadFolder, format: str, version: str | None, row: dict[str, Any] | None) -> str:
+    k = row["k"] if row else min(3, head.ours["unroll"])
+    lines = [
+        "",
+        "# Serving with the trained MTP module",
+        "",
+        f"This is the target's checkpoint; headtrain trained its MTP module ({head.ours['dialect']}) to draft "
+        f"{head.ours['unroll']} tokens from its own output. Replace FOLDER by the place of this folder:",
+        "",
+    ]
+    for engine in SERVED_BY[format]:
+        contract = load_contract(engine, "mtp")
+        lines += [
+            f"{ENGINES[engine]} {version or contract['version']} (run: {contract['executed']}):", "", "```",
+            serve_command(engine, "FOLDER", None, k, head_type="mtp"), "```", "",
+        ]  # fmt: skip
+    return "\n".join([*lines, *expectation(row)]).rstrip("\n") + "\n"
 
 
 def _folder(head_dir: Path) -> Path:

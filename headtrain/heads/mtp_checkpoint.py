@@ -164,47 +164,59 @@ def split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------------- writing back
 
 
-def write_back(head: Any, target_folder: str | Path, out_folder: str | Path) -> list[str]:
-    """Writes the target's checkpoint with the module's trained tensors in it; returns their names.
-
-    head: an mtp head that came from this checkpoint. Every file of the folder is there again: shards without a trained
-    tensor as hard links (copies where the disk has none), the others with just the bytes of these tensors replaced, in
-    the dtype they had. out_folder is either complete or untouched. ValueError names what does not fit.
-    """
-    target, out = Path(target_folder), Path(out_folder)
+def places(head: Any, target: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
+    """Where a checkpoint has the tensors of an mtp head that came from it: name -> (file, where its tensors begin,
+    header entry). ValueError names what does not fit."""
     if not head.config.native:
         raise ValueError(
             f"this module was trained from scratch: {target} has no MTP layers to write back, and no engine serves one "
             "on this target"
         )
-    if out.exists():
-        raise ValueError(f"{out} exists; write to a new folder")
-    new, places = head.trained_tensors(), {}
+    new, found = head.trained_tensors(), {}
     for shard in sorted(target.glob("*.safetensors")):
         header, base = read_header(shard)
-        places |= {name: (shard, base, entry) for name, entry in header.items() if name in new}
-    faults = [f"{name} is missing" for name in sorted(new.keys() - places.keys())]
-    for name, (_, _, entry) in sorted(places.items()):
+        found |= {name: (shard, base, entry) for name, entry in header.items() if name in new}
+    faults = [f"{name} is missing" for name in sorted(new.keys() - found.keys())]
+    for name, (_, _, entry) in sorted(found.items()):
         if entry["shape"] != list(new[name].shape):
             faults.append(f"{name} has shape {entry['shape']}, not {list(new[name].shape)}")
         elif entry["dtype"] not in DTYPES:
             faults.append(f"{name} is quantised ({entry['dtype']})")
     if faults:
         raise ValueError(f"{target} is not the checkpoint that this module came from: " + "; ".join(faults))
+    return found
+
+
+def write_back(head: Any, target_folder: str | Path, out_folder: str | Path, readme: str = "") -> list[str]:
+    """Writes the target's checkpoint with the module's trained tensors in it; returns their names.
+
+    head: an mtp head that came from this checkpoint. Every file of the folder is there again: shards without a trained
+    tensor as hard links (copies where the disk has none), the others with just the bytes of these tensors replaced, in
+    the dtype they had. readme: appended to its README.md. out_folder is either complete or untouched. ValueError names
+    what does not fit.
+    """
+    target, out = Path(target_folder), Path(out_folder)
+    at = places(head, target)
+    if out.exists():
+        raise ValueError(f"{out} exists; write to a new folder")
+    new = head.trained_tensors()
 
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    changed = {shard for shard, _, _ in places.values()}
+    changed = {shard for shard, _, _ in at.values()}
     try:
         for file in sorted(p for p in target.rglob("*") if p.is_file()):
             copy = part / file.relative_to(target)
             copy.parent.mkdir(parents=True, exist_ok=True)
             _place(file, copy, link=file.suffix == ".safetensors" and file not in changed)
-        for name, (shard, base, entry) in places.items():
+        for name, (shard, base, entry) in at.items():
             with open(part / shard.name, "r+b") as handle:
                 handle.seek(base + entry["data_offsets"][0])
                 value = new[name].detach().cpu().to(DTYPES[entry["dtype"]]).contiguous()
                 handle.write(value.flatten().view(torch.uint8).numpy().tobytes())
+        if readme:
+            with open(part / "README.md", "a", encoding="utf-8") as handle:
+                handle.write(readme)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)  # gone already when it was renamed

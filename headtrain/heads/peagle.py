@@ -296,6 +296,15 @@ class PEagleHead(Eagle3Head):
         embed_tokens where the head has its own."""
         return super().portable_tensors() | {"mask_hidden": self._mask[1].flatten(1)}
 
+    def load_portable(self, tensors: dict[str, Tensor], where: str) -> None:
+        """Exports have the norm before attention of layers above the first a second time, as hidden_norm."""
+        twins = [f"layers.{i}.hidden_norm.weight" for i in self.layers]
+        for name in twins:
+            first = tensors.get(name.replace("hidden_norm", "input_layernorm"))
+            if name in tensors and first is not None and not torch.equal(tensors[name], first):
+                raise ValueError(f"{where}: {name} differs from that layer's input_layernorm; engines apply either")
+        super().load_portable({name: t for name, t in tensors.items() if name not in twins}, where)
+
     def portable_config(self, dtype: torch.dtype) -> dict[str, Any]:
         """config.json for vLLM, to be served with parallel_drafting=true. Other engines draft no P-EAGLE heads."""
         c = self.config

@@ -1,0 +1,106 @@
+"""The way of every export: read the head, lay it out for the engine, check it, cast it, write the folder."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headtrain.engines import TapsError
+from headtrain.export import ExportError
+from headtrain.export.contracts import FLOATS, faults, load_contract
+from headtrain.export.folder import HeadFolder, Layout, known_target, read_head, write_folder
+from headtrain.export.readme import ENGINES, drafts, measured, readme
+from headtrain.export.refusals import check_heads
+
+
+def export(
+    head_dir: Path, format: str, out_dir: Path, info: dict[str, Any] | None, *,
+    report: Path | None, dtype: str, version: str | None,
+) -> Path:  # fmt: skip
+    """See `headtrain.export.export`."""
+    if dtype not in FLOATS:
+        raise ExportError(f"export dtype {dtype!r} is unknown; there is: {', '.join(FLOATS)}")
+    head = read_head(head_dir)
+    info = known_target(head_dir) if info is None else info
+    check_heads(head.kind, format, version)
+    if own := _own(head, format, "export"):
+        return own(head, out_dir, info, format=format, report=report, dtype=dtype, version=version)
+    layout = lay_out(head, format, info, version)
+    if found := head_faults(head, info) + layout_faults(head, layout):
+        raise ExportError(f"{head_dir} does not meet the contract of {_name(layout)}:", list(dict.fromkeys(found)))
+    layout.tensors = {n: t.to(FLOATS[dtype]) if t.is_floating_point() else t for n, t in layout.tensors.items()}
+    layout.config |= {key: dtype for key in ("torch_dtype", "dtype") if key in layout.config}
+    if found := faults(layout.contract, layout.config, layout.tensors):  # float16 can overflow
+        raise ExportError(f"{head_dir} cannot be written as {dtype}:", found)
+    row = measured(head_dir, report)
+    texts = {name: text(drafts(layout, row)) for name, text in layout.files.items()}
+    return write_folder(out_dir, layout, texts | {"README.md": readme(layout, info, row)})
+
+
+def audit(head_dir: Path, format: str, info: dict[str, Any] | None, version: str | None) -> list[str]:
+    """See `headtrain.export.audit`."""
+    try:
+        head = read_head(head_dir)
+        info = known_target(head_dir) if info is None else info
+        check_heads(head.kind, format, version)
+        if own := _own(head, format, "audit"):
+            return own(head, info, format=format, version=version)
+        layout = lay_out(head, format, info, version)
+    except ExportError as error:
+        return error.faults or [str(error)]
+    return list(dict.fromkeys(head_faults(head, info) + layout_faults(head, layout)))
+
+
+def _own(head: HeadFolder, format: str, function: str) -> Any:
+    """The function of a format that does not lay out safetensors: of format=…, or of MTP modules in any format."""
+    return getattr(_module("mtp" if head.kind == "mtp" else format), function, None)
+
+
+def _module(format: str) -> ModuleType:
+    return import_module(f"headtrain.export.{format}")
+
+
+def contract_for(engine: str, kind: str, version: str | None) -> tuple[dict[str, Any], str]:
+    """(contract, the engine's version)."""
+    contract = load_contract(engine, kind)
+    return contract, version or contract["version"]
+
+
+def lay_out(head: HeadFolder, format: str, info: dict[str, Any], version: str | None) -> Layout:
+    """What the format makes of the head. ExportError where the engine cannot run it."""
+    try:
+        return _module(format).layout(head, info, version)
+    except TapsError as error:
+        raise ExportError(f"{head.path}: format={format}: {error}") from error
+
+
+def _name(layout: Layout) -> str:
+    return f"{ENGINES[layout.contract['engine']]} {layout.version}"
+
+
+def layout_faults(head: HeadFolder, layout: Layout) -> list[str]:
+    """Faults of the head's own layout, then those against the engine's contract that say more."""
+    native = _module("vllm").native(head)
+    found = faults(native.contract, native.config, native.tensors)
+    own = faults(layout.contract, layout.config, layout.tensors)
+    if found:  # a faulty tensor is named once, as the head has it
+        own = [line for line in own if line.startswith("config.json")]
+    return found + own
+
+
+def head_faults(head: HeadFolder, info: dict[str, Any]) -> list[str]:
+    """Where the head was made for another target than the one named, and what training has not changed."""
+    config = head.config
+    theirs = {
+        "vocab_size": config.get("vocab_size"),
+        "hidden_size": config.get("target_hidden_size") or config.get("hidden_size"),
+        "num_layers": head.ours.get("target_layers"),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+    }
+    return [
+        f"the target has {key} {info[key]}, but the head was made for {value}"
+        for key, value in theirs.items()
+        if info.get(key) is not None and info[key] != value
+    ]

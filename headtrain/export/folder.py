@@ -1,0 +1,129 @@
+"""Folders of an export: a head's, read; a format's, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headtrain.export import ExportError
+from headtrain.files import fsync_folder, read_json
+
+
+@dataclass
+class HeadFolder:
+    """A trained head as it lies on disk."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    start: dict[str, str]  # checksums of its trainable matrices when the head was made (heads/start.py)
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        return self.config.get("headtrain") or {}
+
+    @property
+    def kind(self) -> str | None:
+        return self.ours.get("type")
+
+
+@dataclass
+class Layout:
+    """What a format makes of a head."""
+
+    contract: dict[str, Any]
+    config: dict[str, Any]  # with our own section, by which it is checked
+    tensors: dict[str, Tensor]
+    command: Callable[[str, str, int], str]  # what serves it, of target, this folder, and K
+    version: str  # of the engine
+    k: int | None = None  # the only number of drafts it can be served with; None: any
+    ours: bool = True  # whether our section is written too, so that `headtrain eval` reads the folder
+    weights: str = "model.safetensors"
+    files: dict[str, Callable[[int], str]] = field(default_factory=dict)  # further texts of the folder, of K
+    notes: list[str] = field(default_factory=list)
+
+
+def read_head(path: Path) -> HeadFolder:
+    """ExportError naming the file that is missing or broken."""
+    from safetensors import SafetensorError, safe_open
+
+    for name in ("config.json", "model.safetensors"):
+        if not (path / name).is_file():
+            raise ExportError(f"{path} is not a head's folder: {name} is missing")
+    try:
+        config = read_json(path / "config.json", "copy the head again")
+        with safe_open(path / "model.safetensors", "pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
+            start = json.loads((handle.metadata() or {}).get("start", "{}"))
+    except (ValueError, SafetensorError) as error:
+        raise ExportError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ExportError(f"{path / 'config.json'}: holds a {type(config).__name__}, not an object")
+    return HeadFolder(path, config, tensors, start)
+
+
+def known_target(head_dir: Path) -> dict[str, Any]:
+    """What the run that a head lies in says about its target, see `headtrain.export.export`; {} outside of a run."""
+    from headtrain.configload import load_resolved
+
+    settings = head_dir.parent / "config.yaml"
+    if not settings.is_file():
+        return {}
+    target = load_resolved(settings).target
+    return {"model": target.model, "adapter": target.adapter, "family": target.family}
+
+
+def write_folder(out_dir: Path, layout: Layout, texts: dict[str, str]) -> Path:
+    """Writes everything beside out_dir, flushes it, and puts it in place with one rename."""
+    from safetensors.torch import save_file
+
+    config = layout.config if layout.ours else {k: v for k, v in layout.config.items() if k != "headtrain"}
+    texts = texts | {"config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n"}
+    check_place(out_dir, {*texts, layout.weights, "manifest.json"})
+    with replacing(out_dir) as part:
+        tensors = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
+        save_file(tensors, part / layout.weights, metadata={"format": "pt"})
+        (part / layout.weights).chmod(0o644)  # safetensors makes it readable by its owner only
+        for name, text in texts.items():
+            (part / name).write_text(text, encoding="utf-8")
+    return out_dir
+
+
+def check_place(out_dir: Path, ours: set[str]) -> None:
+    """ExportError where out_dir holds what an export has not written."""
+    if out_dir.exists():
+        if not out_dir.is_dir():
+            raise ExportError(f"{out_dir} is a file; name a folder")
+        if strange := sorted(p.name for p in out_dir.iterdir() if p.name not in ours):
+            raise ExportError(f"{out_dir} holds other files ({', '.join(strange)}); name an empty or new folder")
+
+
+@contextlib.contextmanager
+def replacing(out_dir: Path):
+    """Yields an empty folder beside out_dir; what the block puts there is flushed and takes out_dir's place at once."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    part = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.part")
+    aside = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.old")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        for file in part.iterdir():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        fsync_folder(part)
+        with contextlib.suppress(FileNotFoundError):
+            out_dir.rename(aside)
+        part.rename(out_dir)
+        fsync_folder(out_dir.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)

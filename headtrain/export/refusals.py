@@ -1,0 +1,50 @@
+"""Which types of head a format takes, known without any head: why not, and the nearest thing that works."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+from headtrain.engines import EXPORT_FORMATS, TESTED_VERSIONS, release
+from headtrain.export import ExportError
+
+NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "mtp": "MTP", "peagle": "P-EAGLE"}
+
+
+def check_heads(kind: str | None, format: str, version: str | None = None) -> None:
+    """ExportError where the format, or a release of its engine, takes no heads of a type."""
+    if kind not in NAMES:
+        raise ExportError(f"head.type={kind}: no such type of head is exported; there is: {', '.join(NAMES)}")
+    table = json.loads((resources.files("headtrain.export") / "refused.json").read_text(encoding="utf-8"))
+    reason = table.get(format, {}).get(kind)
+    if isinstance(reason, dict):  # some releases take it
+        served = version or TESTED_VERSIONS[EXPORT_FORMATS[format]]
+        reason = reason["why"] if release(served) > release(reason["last"]) else None
+    if reason:
+        raise ExportError(f"format={format} takes no {NAMES[kind]} heads: {reason}")
+
+
+def versions(text: str | None, formats: list[str]) -> dict[str, str]:
+    """`engine_version` by format: one release for a single format, or vllm=0.32.0,sglang=0.5.9 for several."""
+    if not text:
+        return {}
+    parts = [part.strip() for part in text.split(",")]
+    if "=" not in text and len(formats) == 1:
+        parts = [f"{formats[0]}={text}"]
+    found = dict(part.split("=", 1) for part in parts if "=" in part)
+    if len(found) < len(parts):
+        raise ExportError(f"engine_version={text}: say of which format, such as {formats[0]}={parts[0]}")
+    for format, version in found.items():
+        if format not in formats:
+            raise ExportError(f"engine_version={text}: {format} is none of the formats {', '.join(formats)}")
+        release(version)
+    return found
+
+
+def check_plan(kind: str, formats: list[str], engine_version: str | None) -> None:
+    """ExportError where a run could not be exported as it is asked to, before it has begun."""
+    of = versions(engine_version, formats)
+    for format in formats:
+        if format not in EXPORT_FORMATS:
+            raise ExportError(f"export format {format!r} is unknown; there is: {', '.join(EXPORT_FORMATS)}")
+        check_heads(kind, format, of.get(format))
