@@ -35,6 +35,7 @@ SAMPLED = 1 << 16  # slots of the closed-form start
 class EagleConfig(HeadConfig):
     type: str = "eagle"
     logit_scale: float = 1.0  # what the target multiplies the products of its lm_head with
+    fc_bias: bool = False  # fc has a bias, as in heads of the original code; vLLM ignores it
 
 
 class EagleHead(Unrolled):
@@ -45,7 +46,7 @@ class EagleHead(Unrolled):
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         h = config.hidden_size
-        self.fc = nn.Linear(2 * h, h, bias=False)
+        self.fc = nn.Linear(2 * h, h, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, h, ("post_attention_layernorm",))])
         # Training sees features divided by their root mean square; a saved head has this folded into fc.
         self.register_buffer("feature_scale", torch.ones(h))
@@ -106,7 +107,7 @@ class EagleHead(Unrolled):
         return *self.fc.weight.chunk(2, 1), self.layers[0].stacked()
 
     def _read(self, ids: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        return F.linear(F.embedding(ids, self._frozen("embedding")), weights[0])
+        return F.linear(F.embedding(ids, self._frozen("embedding")), weights[0], self.fc.bias)
 
     def _join(self, read: Tensor, features: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         x = read + F.linear(features * self.feature_scale.to(features), weights[1])
@@ -138,12 +139,12 @@ class EagleHead(Unrolled):
         tensors = {name: t for name, t in self.state_dict().items() if name not in ("feature_scale", "d2t", "t2d")}
         weight, scale = self.fc.weight, torch.cat([torch.ones_like(self.feature_scale), self.feature_scale])
         tensors["fc.weight"] = (weight.float() * scale.float()).to(weight.dtype)
-        tensors["fc.bias"] = weight.new_zeros(len(weight))
+        tensors.setdefault("fc.bias", weight.new_zeros(len(weight)))
         return tensors
 
     def load_portable(self, tensors: dict[str, Tensor], where: str) -> None:
         super().load_portable(tensors, where)
-        if bool(tensors["fc.bias"].any()):
+        if not self.config.fc_bias and bool(tensors["fc.bias"].any()):
             raise ValueError(f"{where}: fc.bias is not zero; vLLM ignores it, so such a head drafts differently there")
 
     def portable_config(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -151,4 +152,6 @@ class EagleHead(Unrolled):
         config = {"architectures": ["LlamaForCausalLM"], **self._portable_sizes(dtype)}
         if self.config.logit_scale != 1:
             config["logit_scale"] = self.config.logit_scale
+        if self.config.fc_bias:
+            config["bias"] = True
         return config | {"headtrain": self.config.to_dict()}

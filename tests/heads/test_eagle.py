@@ -32,6 +32,8 @@ def make_head(unroll=DEPTHS, **options):
         head_dim=8, vocab_size=V, draft_vocab_size=V, target_layers=7, unroll=unroll, **options,
     ))  # fmt: skip
     head.layers[0].post_attention_layernorm.weight.data += 0.1 * torch.randn(H)
+    if head.fc.bias is not None:
+        head.fc.bias.data += torch.randn(H)
     head.attach(torch.randn(V, H), torch.randn(V, H))
     head.rules.decay = 0.8
     return head
@@ -71,6 +73,7 @@ def reference(head, batch):
             for d in range(min(head.config.unroll, b - a - 1 - p)):
                 embedded = head._lent["embedding"][batch.ids_N[a + p + 1 + d]]
                 x = head.fc.weight @ torch.cat([embedded, features * head.feature_scale])
+                x = x if head.fc.bias is None else x + head.fc.bias
                 q, k, v = ((weight[f"{n}_proj"] @ x).view(-1, 8) for n in "qkv")
                 pair = rope(k, p + d), v
                 if d == 0:
@@ -104,9 +107,9 @@ def reference_loss(head, batch):
     return total
 
 
-@pytest.mark.parametrize("unroll, scale", [(1, 1.0), (DEPTHS, 1.0), (DEPTHS, 0.25)])
-def test_the_forward_equals_the_reference_in_loss_and_every_gradient(unroll, scale):
-    fast, slow = (make_head(unroll, logit_scale=scale) for _ in range(2))
+@pytest.mark.parametrize("unroll, scale, bias", [(1, 1.0, False), (DEPTHS, 1.0, True), (DEPTHS, 0.25, False)])
+def test_the_forward_equals_the_reference_in_loss_and_every_gradient(unroll, scale, bias):
+    fast, slow = (make_head(unroll, logit_scale=scale, fc_bias=bias) for _ in range(2))
     batch = make_batch()
     fast.logit_scale, fast.rules.feature_weight = scale, 10.0
     out, expected = fast(batch), reference_loss(slow, batch)
@@ -140,8 +143,9 @@ def test_what_each_depth_reads_and_is_compared_with_is_the_table_worked_by_hand(
     assert labels == [list(range(5, 13)), list(range(6, 13)), list(range(7, 13))]
 
 
-def test_drafting_step_by_step_gives_the_logits_of_the_training_forward():
-    head, batch = make_head(), make_batch()
+@pytest.mark.parametrize("bias", [False, True])
+def test_drafting_step_by_step_gives_the_logits_of_the_training_forward(bias):
+    head, batch = make_head(fc_bias=bias), make_batch()
     hidden, a = reference(head, batch), 22  # the last document
     ids, last = batch.ids_N[a:], batch.last_NT[a:]
     state = head.start(2, 40)
@@ -182,8 +186,9 @@ def test_no_draft_depends_on_a_later_token_or_on_another_document():
     assert not torch.equal(before[cut:], after[cut:])  # the probe does reach what may differ
 
 
-def test_a_folder_holds_what_vllm_and_sglang_load_and_comes_back_with_the_same_drafts(tmp_path):
-    head, batch = make_head(), make_batch()
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_folder_holds_what_vllm_and_sglang_load_and_comes_back_with_the_same_drafts(tmp_path, bias):
+    head, batch = make_head(fc_bias=bias), make_batch()
     drafts = head.draft_all(batch, 3)
     head.scale_features(torch.rand(1, H) * 100 + 0.01)
     assert torch.equal(head.draft_all(batch, 3), drafts)  # folded into fc, both ways
@@ -194,7 +199,7 @@ def test_a_folder_holds_what_vllm_and_sglang_load_and_comes_back_with_the_same_d
     names = {*(f"self_attn.{n}" for n in attention), *(f"mlp.{n}" for n in mlp), "post_attention_layernorm"}
     written = head.portable_tensors()
     assert set(written) == {"fc.weight", "fc.bias", *(f"layers.0.{name}.weight" for name in names)}
-    assert list(written["fc.weight"].shape) == [H, 2 * H] and not written["fc.bias"].any()
+    assert list(written["fc.weight"].shape) == [H, 2 * H] and bool(written["fc.bias"].any()) == bias
     for name, tensor in again.portable_tensors().items():
         assert torch.equal(tensor, written[name]), name
     assert head.portable_config(torch.float32)["architectures"] == ["LlamaForCausalLM"]
