@@ -54,8 +54,12 @@ COMMANDS = {
         "a head's folder to the layout of a serving engine", False,
         {
             "head": "the head's folder (needed)",
-            "format": "the engine: vllm; or mtp: the target's checkpoint with a trained MTP module",
+            "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; mtp: the target's checkpoint "
+            "with a trained MTP module (needed)",
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
+            "target": "the target's name in commands and configs (default: of the head's run)",
+            "engine_version": "release of the engine that will serve it (default: the one the check was written for)",
+            "dtype": "of the weights: bfloat16 (default), float16 or float32",
         },
         "headtrain export head=runs/mine/head format=vllm",
     ),
@@ -317,7 +321,8 @@ def _export(arguments: list[str]) -> int:
     from headtrain import pipeline
 
     given = _flat("export", arguments, ("head", "format"))
-    print(pipeline.export_head(Path(given["head"]), given["format"], given.get("out")))
+    head, format, out = Path(given.pop("head")), given.pop("format"), given.pop("out", None)
+    print(pipeline.export_head(head, format, out, **given))
     return 0
 
 

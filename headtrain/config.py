@@ -182,7 +182,8 @@ class EvalConfig:
 
 @dataclass
 class ExportConfig:
-    formats: list[str] = field(default_factory=list)  # engines: vllm; mtp: the target with its MTP module
+    formats: list[str] = field(default_factory=list)  # vllm, sglang, trtllm, speculators, eagle, medusa, mtp
+    engine_version: str | None = None  # release that will serve, if not the tested one; several: vllm=0.32.0,sglang=…
 
 
 @dataclass

@@ -23,6 +23,7 @@ from headtrain.config import (
     ShapeConfig,
     TrainConfig,
 )
+from headtrain.engines import EXPORT_FORMATS
 
 
 @dataclass
@@ -141,7 +142,7 @@ RULES: dict[str, Rule] = {
     "eval.speed_prompts": _number(0),
     "eval.speed_tokens": _COUNT,
     "eval.cost_batches": _COUNT,
-    "export.formats": _one_of("vllm", "mtp"),
+    "export.formats": _one_of(*EXPORT_FORMATS),
     "push.repo": _matching(
         r"(?a)(?!.*(--|\.\.|\.git$))(?=.{3,96}$)\w([\w.-]*\w)?/\w([\w.-]*\w)?", "USER/NAME on the Hub"
     ),

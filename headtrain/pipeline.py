@@ -40,7 +40,9 @@ def fit(config: RecipeConfig) -> None:
     A finished run only prints its result, and uploads what the Hub lacks.
     """
     from headtrain.export import hub
+    from headtrain.export.refusals import check_plan
 
+    check_plan(config.head.type, config.export.formats, config.export.engine_version)
     stages = [stage for stage in identity.STAGES if stage != "export" or config.export.formats]
     with opened(config) as job:
         asked = job.config.push
@@ -100,14 +102,15 @@ def _train_as_rank(config: RecipeConfig) -> None:
         stages.training(job.config, job.run, {})
 
 
-def export_head(head: Path, name: str, out: str | None) -> str:
-    """Exports a head's folder right here; returns what was written where."""
-    from headtrain.export import export
+def export_head(head: Path, name: str, out: str | None, target: str | None = None, **options: str) -> str:
+    """Exports a head's folder right here; returns what was written where. options: of `headtrain.export.export`."""
+    from headtrain.export import export, known_target
 
     if not out and head.resolve().parent.name.startswith("step-"):
         raise ConfigError(f"head={head} lies in a checkpoint, which training deletes later: say where with out=")
     folder = Path(out) if out else head.parent / "export" / name
-    return f"{name}: {export(head, name, folder)}"
+    info = known_target(head) | ({"model": target, "adapter": None} if target else {})
+    return f"{name}: {export(head, name, folder, info, **options)}"
 
 
 def push_head(head: Path, asked: PushConfig, report: Path | None = None) -> str:

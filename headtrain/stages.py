@@ -383,11 +383,16 @@ def offline(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
 def export(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.export import export as export_one
+    from headtrain.export.refusals import versions
 
-    info = {"model": config.target.model, "adapter": config.target.adapter}
+    info = {"model": config.target.model, "adapter": config.target.adapter, "family": config.target.family}
+    release = versions(config.export.engine_version, config.export.formats)
     made = run / "report" / "report.json"
     for name in config.export.formats:
-        export_one(run / "head", name, run / "export" / name, info, report=made if made.is_file() else None)
+        export_one(
+            run / "head", name, run / "export" / name, info, report=made if made.is_file() else None,
+            engine_version=release.get(name),
+        )  # fmt: skip
     Manifest(run / "export").finish({"formats": len(config.export.formats)})
 
 

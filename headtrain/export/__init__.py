@@ -33,6 +33,17 @@ def check_format(format: str) -> str:
     return format
 
 
+def known_target(head_dir: str | Path) -> dict[str, Any]:
+    """What the run that a head lies in says about its target (`target_info` of `export`); {} outside of a run."""
+    from headtrain.configload import load_resolved
+
+    settings = Path(head_dir).parent / "config.yaml"
+    if not settings.is_file():
+        return {}
+    target = load_resolved(settings).target
+    return {"model": target.model, "adapter": target.adapter, "family": target.family}
+
+
 def export(
     head_dir: str | Path,
     format: str,

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from headtrain.engines import TapsError
-from headtrain.export import ExportError
+from headtrain.export import ExportError, known_target
 from headtrain.export.contracts import FLOATS, faults, load_contract
-from headtrain.export.folder import HeadFolder, Layout, known_target, read_head, write_folder
+from headtrain.export.folder import HeadFolder, Layout, read_head, write_folder
 from headtrain.export.readme import ENGINES, drafts, measured, readme
 from headtrain.export.refusals import check_heads
 

@@ -70,17 +70,6 @@ def read_head(path: Path) -> HeadFolder:
     return HeadFolder(path, config, tensors, start)
 
 
-def known_target(head_dir: Path) -> dict[str, Any]:
-    """What the run that a head lies in says about its target, see `headtrain.export.export`; {} outside of a run."""
-    from headtrain.configload import load_resolved
-
-    settings = head_dir.parent / "config.yaml"
-    if not settings.is_file():
-        return {}
-    target = load_resolved(settings).target
-    return {"model": target.model, "adapter": target.adapter, "family": target.family}
-
-
 def write_folder(out_dir: Path, layout: Layout, texts: dict[str, str]) -> Path:
     """Writes everything beside out_dir, flushes it, and puts it in place with one rename."""
     from safetensors.torch import save_file
