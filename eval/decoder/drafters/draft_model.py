@@ -35,9 +35,11 @@ class ModelDrafter(UnrolledDrafter):
         self.model = model
         to_target, to_draft = vocabulary_tables(target, model)
         own = torch.arange(model.vocab_size)
-        # One tokenizer: ids that it has no token for (rows of padding) are the same on both sides too.
-        same = model.tokenizer.get_vocab() == target.tokenizer.get_vocab()
-        self._same = same and model.vocab_size == target.vocab_size
+        # With one tokenizer, ids that it has no token for (rows of padding) are the same on both sides too.
+        one = model.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+        if one and model.vocab_size == target.vocab_size:
+            to_target = to_draft = own
+        self._same = torch.equal(to_target, own) and model.vocab_size == target.vocab_size
         self._to_draft_V = to_draft.to(model.device)
         self._known_D = (to_target >= 0).to(model.device)
         self._columns = own[to_target >= 0].to(model.device), to_target[to_target >= 0].to(model.device)
