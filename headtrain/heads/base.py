@@ -7,6 +7,7 @@ vocabulary, B requests, L new tokens per request, K draft tokens.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.config import SCRATCH, HeadSection, RecipeConfig
+from headtrain.heads.start import start_marks
 from headtrain.heads.vocab import choose_draft_vocab, coverage, draft_size, mapping, moved_rows
 from headtrain.hub_read import HEAD_FILES, head_folder
 from headtrain.target import TargetParts
@@ -104,6 +106,7 @@ class Head(nn.Module):
     config: HeadConfig
     borrows_lm_head = False  # whether it drafts with the target's lm_head, which `load_head` then attaches too
     softcap: float | None = None  # of the target's logits
+    marks: dict[str, str] = {}  # noqa: RUF012 - replaced, not changed: what it was when it was made (heads/start.py)
     by_depth = False  # whether what it says hangs on the depth alone, whatever was drafted; depths: config.unroll
 
     def scale_features(self, rms_AT: Tensor) -> None:
@@ -231,7 +234,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
             )
         inside, total = coverage(supervised_V, head.t2d)
         log.info("%s; covers %.1f %% of the new supervised tokens", words, 100 * inside / max(total, 1))
-        size_AT = feature_size(sample).cpu().clamp(min=2**-19)
+        size_AT = feature_size(sample, head.config).cpu().clamp(min=2**-19)
         head.scale_features(size_AT / torch.frexp(size_AT).mantissa)  # powers of two: drafts stay equal to the bit
     else:
         torch.manual_seed(recipe.seed)
@@ -239,6 +242,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         selected = _choose(head.config.draft_vocab_size, parts, supervised_V, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
+        head.marks = start_marks(head)
     head.attach(embedding, lm_head)
     head.rules, head.logit_scale = recipe.train, logit_scale(parts)
     head.softcap = getattr(parts.config, "final_logit_softcapping", None)
@@ -305,12 +309,12 @@ def _change_vocab(head: Head, selected: Tensor, target_VT: Tensor) -> int:
     return kept
 
 
-def feature_size(sample: Batch) -> Tensor:
-    """Root mean square of every feature over a sample's positions, float32 [A, T].
+def feature_size(sample: Batch, c: HeadConfig) -> Tensor:
+    """Root mean square of every feature that the head reads over a sample's positions, float32 [A, T].
 
-    Where no taps are captured: of the last hidden state, [1, T].
+    Of a head without taps: of the last hidden state, [1, T].
     """
-    features_NAT = sample.taps_NAT if sample.taps_NAT.shape[1] else sample.last_NT[:, None]
+    features_NAT = sample.taps_NAT if c.taps else sample.last_NT[:, None]
     return features_NAT.float().square().mean(0).sqrt()
 
 
@@ -340,7 +344,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
         for name, t in head.portable_tensors().items()
     }
     with writing(folder / "model.safetensors") as path:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **({"start": json.dumps(head.marks)} if head.marks else {})})
     write_json(folder / "config.json", head.portable_config(dtype or torch.float32))
 
 

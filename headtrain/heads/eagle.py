@@ -69,7 +69,7 @@ class EagleHead(Unrolled):
             self._lent["teacher"] = lm_head
 
     def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
-        self.scale_features(feature_size(sample))
+        self.scale_features(feature_size(sample, self.config))
         nn.init.normal_(self.fc.weight, std=0.02)
         if seed is not None:
             self._calibrate(sample, parts.embedding)

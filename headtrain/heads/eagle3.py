@@ -73,7 +73,7 @@ class Eagle3Head(Unrolled):
     def start_from(self, parts: TargetParts, selected: Tensor, sample: Batch, seed: int | None) -> None:
         self.lm_head.weight.data.copy_(parts.lm_head[selected])
         self.norm.weight.data.copy_(parts.norm_weight)
-        self.scale_features(feature_size(sample))
+        self.scale_features(feature_size(sample, self.config))
         nn.init.normal_(self.fc.weight, std=0.02)
         if seed is not None:
             self.attach(parts.embedding, parts.lm_head)
