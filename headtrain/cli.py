@@ -54,8 +54,8 @@ COMMANDS = {
         "a head's folder to the layout of a serving engine", False,
         {
             "head": "the head's folder (needed)",
-            "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; mtp: the target's checkpoint "
-            "with a trained MTP module (needed)",
+            "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; mtp: the target's "
+            "checkpoint with a trained MTP module (needed)",
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
             "target": "the target's name in commands and configs (default: of the head's run)",
             "engine_version": "release of the engine that will serve it (default: the one the check was written for)",

@@ -13,6 +13,8 @@ from headtrain.export.contracts import FLOATS, faults, load_contract
 from headtrain.export.folder import HeadFolder, Layout, read_head, write_folder
 from headtrain.export.readme import ENGINES, drafts, measured, readme
 from headtrain.export.refusals import check_heads
+from headtrain.files import read_json
+from headtrain.heads.start import unchanged
 
 
 def export(
@@ -34,6 +36,8 @@ def export(
     layout.config |= {key: dtype for key in ("torch_dtype", "dtype") if key in layout.config}
     if found := faults(layout.contract, layout.config, layout.tensors):  # float16 can overflow
         raise ExportError(f"{head_dir} cannot be written as {dtype}:", found)
+    if best_is_start(head):
+        layout.notes.append("its weights are those it started with: validation found no step of training better")
     row = measured(head_dir, report)
     texts = {name: text(drafts(layout, row)) for name, text in layout.files.items()}
     return write_folder(out_dir, layout, texts | {"README.md": readme(layout, info, row)})
@@ -99,8 +103,21 @@ def head_faults(head: HeadFolder, info: dict[str, Any]) -> list[str]:
         "num_layers": head.ours.get("target_layers"),
         "max_position_embeddings": config.get("max_position_embeddings"),
     }
-    return [
+    found = [
         f"the target has {key} {info[key]}, but the head was made for {value}"
         for key, value in theirs.items()
         if info.get(key) is not None and info[key] != value
     ]
+    same = unchanged(head.tensors, head.start)
+    if len(same) < len(head.start):
+        return found + [f"tensor {name} is what it was when the head was made: it was never trained" for name in same]
+    if same and not best_is_start(head):
+        found.append(f"no matrix has changed since the head was made ({', '.join(same)}): it was never trained")
+    return found
+
+
+def best_is_start(head: HeadFolder) -> bool:
+    """Whether validation found no step of training better than the head's start, which the run ends with then."""
+    best = head.path.parent / "training" / "best.json"
+    known = read_json(best) if best.is_file() else {}
+    return known.get("step") == 0 and known.get("tau") is not None

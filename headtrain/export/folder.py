@@ -24,7 +24,7 @@ class HeadFolder:
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    start: dict[str, str]  # checksums of its trainable matrices when the head was made (heads/start.py)
+    start: dict[str, str]  # checksums of its trainable matrices when the head was made (headtrain/heads/start.py)
 
     @property
     def ours(self) -> dict[str, Any]:
