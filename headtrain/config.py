@@ -22,6 +22,11 @@ class ShapeConfig:
     head_dim: int | None = None  # values per head
     intermediate: int | None = None  # width of the MLP
     vocab: int | None = None  # rows of lm_head
+    experts: int | None = None  # of a block with a mixture of experts: those that tokens are routed to
+    experts_per_token: int | None = None  # of them, used by each token
+    shared_experts: int | None = None  # besides, used by every token
+    expert_intermediate: int | None = None  # width of each expert
+    dense_layers: int | None = None  # blocks with one MLP, of `intermediate`, instead
 
 
 @dataclass

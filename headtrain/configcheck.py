@@ -57,6 +57,7 @@ _PROCESSES = _matching(r"auto|[1-9]\d*", "auto, or 1 or more")
 # What each key may hold. A key that is None is not looked up; text keys that are free have no rule.
 RULES: dict[str, Rule] = {
     **{f"target.shape.{key.name}": _COUNT for key in fields(ShapeConfig)},
+    **dict.fromkeys(("target.shape.shared_experts", "target.shape.dense_layers"), _number(0)),
     "target.dtype": _one_of("auto", "float32", "bfloat16", "float16"),
     "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
     "data.prompts.source": _matching(r".*\S.*", "a file, a folder, package:NAME/FILE, or a Hub data set (user/name)"),
@@ -169,6 +170,10 @@ def validate(config: RecipeConfig) -> None:
     _validate_data(config.data)
     if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
         raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
+    if shape.experts and not (shape.experts_per_token and shape.expert_intermediate):
+        raise ConfigError(
+            "target.shape.experts: write target.shape.experts_per_token and target.shape.expert_intermediate too"
+        )
     if head.taps is not None and (len(set(head.taps)) != len(head.taps) or head.taps != sorted(head.taps)):
         raise ConfigError(f"head.taps={head.taps}: taps must be different and ascending")
     if head.taps is not None and shape.layers and head.taps[-1:] > [shape.layers]:

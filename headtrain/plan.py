@@ -27,11 +27,16 @@ CONFIG_NAMES = {
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate": "intermediate_size",
     "vocab": "vocab_size",
 }  # fmt: skip
+EXPERT_NAMES = {
+    "experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "experts_per_token": ("num_experts_per_tok",), "expert_intermediate": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",), "dense_layers": ("first_k_dense_replace",),
+}  # fmt: skip
 
 
 @dataclass
 class Model:
-    """Parameter counts of a dense target and of its head."""
+    """Parameter counts of a target and of its head."""
 
     shape: ShapeConfig
     taps: int
@@ -42,15 +47,31 @@ class Model:
     head_intermediate: int
     medusa: tuple[int, int, int] | None = None  # of a medusa head: depths, blocks of each, lm_heads
     borrows: bool = False  # the target's lm_head: fc over [embedding; hidden], then a block of ordinary width
+    own_module: bool = False  # an MTP module of the target's checkpoint, with experts where the target has them
 
     peagle: tuple[int, bool] | None = None  # of a P-EAGLE head: layers, and whether it has an embedding of its own
 
     @property
     def target(self) -> int:
+        return self._of_target(self.shape.experts)
+
+    @property
+    def active(self) -> int:
+        """Parameters of the target that one token meets."""
+        return self._of_target(self.shape.experts_per_token)
+
+    def _of_target(self, experts: int | None) -> int:
         s = self.shape
         attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
-        block = attention + 3 * s.hidden * s.intermediate + 2 * s.hidden
-        return s.layers * block + s.hidden + 2 * s.vocab * s.hidden
+        dense = s.dense_layers or 0 if s.experts else s.layers
+        mlps = dense * 3 * s.hidden * s.intermediate + (s.layers - dense) * self._experts(experts)
+        return s.layers * (attention + 2 * s.hidden) + mlps + s.hidden + 2 * s.vocab * s.hidden
+
+    def _experts(self, routed: int | None) -> int:
+        """Of one block: so many experts besides those that are shared, and the router; 0 in a dense target."""
+        s = self.shape
+        used = (routed or 0) + (s.shared_experts or 0)
+        return s.hidden * (3 * used * s.expert_intermediate + s.experts) if s.experts else 0
 
     @property
     def kv_per_token(self) -> int:
@@ -61,15 +82,24 @@ class Model:
     def head(self) -> int:
         """fc, one block whose attention reads 2 x hidden, the norms, lm_head over the draft vocabulary.
 
-        Medusa: residual blocks and their lm_heads. EAGLE and MTP: see `borrows`; counted as dense.
+        Medusa: residual blocks and their lm_heads. EAGLE and MTP: see `borrows`.
         """
+        return self._of_head(self.shape.experts)
+
+    @property
+    def head_active(self) -> int:
+        """Parameters of the head that one token meets."""
+        return self._of_head(self.shape.experts_per_token)
+
+    def _of_head(self, experts: int | None) -> int:
         h = self.shape.hidden
         if self.medusa:
             depths, blocks, lm_heads = self.medusa
             return depths * blocks * (h * h + h) + lm_heads * self.draft_vocab * h
         if self.borrows:
             attention = 2 * h * self.head_dim * (self.head_heads + self.head_kv_heads)
-            return 2 * h * h + attention + 3 * h * self.head_intermediate + 5 * h
+            routed = self._experts(experts) if self.own_module else 0
+            return 2 * h * h + attention + (routed or 3 * h * self.head_intermediate) + 5 * h
         attention = 2 * h * self.head_dim * (self.head_heads + 2 * self.head_kv_heads)
         attention += self.head_heads * self.head_dim * h
         eagle3 = self.taps * h * h + attention + 3 * h * self.head_intermediate + 4 * h + self.draft_vocab * h
@@ -97,10 +127,12 @@ def shape_of(config: RecipeConfig) -> ShapeConfig:
         if written is not None and stated is not None and written != stated:
             raise ConfigError(f"target.shape.{key}={written}: {config.target.model} has {stated}; correct the recipe")
         setattr(shape, key, written if written is not None else stated)
+    for key, names in EXPERT_NAMES.items():
+        setattr(shape, key, getattr(shape, key) or next((own[name] for name in names if own.get(name)), None))
     shape.kv_heads = shape.kv_heads or shape.heads
     if shape.head_dim is None and shape.hidden and shape.heads:
         shape.head_dim = shape.hidden // shape.heads
-    missing = [f"target.shape.{key}" for key, value in vars(shape).items() if value is None]
+    missing = [f"target.shape.{key}" for key in CONFIG_NAMES if getattr(shape, key) is None]
     if missing:
         raise ConfigError(f"plan needs {', '.join(missing)}: write them into the recipe (see the model's config.json)")
     return shape
@@ -134,6 +166,7 @@ def model_of(config: RecipeConfig) -> Model:
         head_intermediate=head.intermediate or shape.intermediate,
         medusa=(head.unroll, head.blocks, 1 if head.share_lm_head else head.unroll) if head.type == "medusa" else None,
         borrows=head.type in BORROWED,
+        own_module=head.type == "mtp" and head.init_from is None,
         peagle=(head.layers or 4, head.train_embedding) if head.type == "peagle" else None,
     )
 
@@ -231,21 +264,22 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
     """Seconds of answering and of training, for `rows` rows of the longest length."""
     total, new = rows * row_tokens(config), rows * min(config.data.responses.max_new_tokens, row_tokens(config))
     passes = config.train.epochs
-    used = (model.head + model.borrows * model.draft_vocab * model.shape.hidden) * (1 + 0.8 * (config.head.unroll - 1))
+    used = model.head_active + model.borrows * model.draft_vocab * model.shape.hidden
+    used *= 1 + 0.8 * (config.head.unroll - 1)
     if model.medusa:  # every depth has blocks of its own, and uses an lm_head
         depths, _, lm_heads = model.medusa
         used = model.head + (depths - lm_heads) * model.draft_vocab * model.shape.hidden
     flops_per_trained = 6 * used
     if devices.gpus == 0:
         speed = CPU_FLOPS * devices.cores
-        answering = 2 * model.target * total / speed
+        answering = 2 * model.active * total / speed
         training = total * (passes or 0) * flops_per_trained / CPU_FLOPS
     else:
         together = max(1, config.data.responses.batch_tokens // row_tokens(config))
         step = max(
-            model.target * BYTES[config.target.dtype] / GPU_BANDWIDTH, 2 * model.target * together / GPU_FLOPS
+            model.target * BYTES[config.target.dtype] / GPU_BANDWIDTH, 2 * model.active * together / GPU_FLOPS
         )
-        answering = new / together * step / devices.gpus + 2 * model.target * (total - new) / GPU_FLOPS / devices.gpus
+        answering = new / together * step / devices.gpus + 2 * model.active * (total - new) / GPU_FLOPS / devices.gpus
         training = total * (passes or 0) * flops_per_trained / GPU_FLOPS / devices.gpus
     return {"answering": answering, "training": config.train.seconds or (training if passes else None)}
 
@@ -256,11 +290,12 @@ def text(config: RecipeConfig) -> str:
     """The whole plan as text."""
     model, devices = model_of(config), devices_of(config)
     s, width = model.shape, BYTES[config.target.dtype]
+    active = f", {count(model.active)} of them for each token" if s.experts else ""
     lines = [
         f"plan for {config.target.model or config.target.family} "
         f"({s.layers} blocks, hidden {s.hidden}, vocabulary {s.vocab:,}); no weights were loaded",
         "",
-        f"target     {count(model.target)} parameters (counted as dense and untied), "
+        f"target     {count(model.target)} parameters{active} (counted as untied), "
         f"{size(model.target * width)} in {config.target.dtype}; cache {size(model.kv_per_token * width)} per token",
         f"head       {count(model.head)} parameters ({config.head.type}, {model.taps} taps, draft vocabulary "
         f"{model.draft_vocab:,}), {size(model.head * 2)} as served in bfloat16",

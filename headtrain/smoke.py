@@ -16,6 +16,12 @@ from headtrain.config import BY_DEPTH, SCRATCH, ConfigError, PromptFilter, Promp
 PROMPTS = "package:headtrain.data_gen/smoke_prompts.jsonl"
 SHAPE = ShapeConfig(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=384)
 SPECIAL = ["<|pad|>", "<|turn|>", "<|end|>"]
+TINY = {  # settings that a family has besides, where they are not None
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4), "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32), "first_k_dense_replace": 1,
+    **dict.fromkeys(("n_group", "topk_group"), 1), **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16), "sliding_window": 64,
+}  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -31,6 +37,8 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.target.shape, small.target.revision, small.target.device = copy.deepcopy(SHAPE), None, "cpu"
     small.target.adapter = small.target.adapter_revision = None
     small.target.dtype = "float32"
+    if config.target.shape.heads and config.target.shape.heads == config.target.shape.kv_heads:
+        small.target.shape.kv_heads = SHAPE.heads
     small.data.prompts, small.data.filter = [PromptSource(PROMPTS)], PromptFilter()
     small.data.held_out, small.data.valid, small.data.max_length = 4, 4, 192
     small.data.responses.max_new_tokens, small.data.responses.batch_tokens = 24, 2048
@@ -99,7 +107,10 @@ def model_config(family: str, shape: ShapeConfig) -> Any:
         "pad_token_id": 256, "tie_word_embeddings": False,
     }  # fmt: skip
     try:
-        return AutoConfig.for_model(family, **wanted)
+        usual = AutoConfig.for_model(family)
+        return AutoConfig.for_model(
+            family, **wanted, **{key: n for key, n in TINY.items() if getattr(usual, key, None) is not None}
+        )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"target.family={family}: transformers cannot build a tiny one ({error})") from error
 

@@ -19,6 +19,7 @@ from headtrain.children import NOTE
 from headtrain.config import BY_DEPTH, HEAD_DRAFTERS, TAPPED, ConfigError, RecipeConfig, TargetConfig
 from headtrain.files import Manifest, locked, read_json, write_json
 from headtrain.hardware import fast_bf16
+from headtrain.plan import EXPERT_NAMES
 
 
 def run_stages(arguments: list[str]) -> int:
@@ -132,14 +133,16 @@ def check_eval(config: RecipeConfig, run: Path, layers: int) -> None:
 
 def check_shape(config: RecipeConfig, text: Any) -> None:
     """ConfigError where the recipe's target.shape or family disagrees with the model's own config."""
-    own = {
+    own: dict[str, Any] = {
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": text.num_attention_heads,
         "kv_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+    own |= {key: next((getattr(text, name) for name in names if hasattr(text, name)), None)
+            for key, names in EXPERT_NAMES.items()}  # fmt: skip
         "intermediate": getattr(text, "intermediate_size", None), "vocab": text.vocab_size,
     }  # fmt: skip
     for key, value in vars(config.target.shape).items():
-        if value is not None and own[key] is not None and value != own[key]:
+        if value is not None and own.get(key) is not None and value != own[key]:
             raise ConfigError(f"target.shape.{key}={value}: {config.target.model} has {own[key]}; correct the recipe")
 
 

@@ -10,6 +10,7 @@ from headtrain import config as config_module
 from headtrain import configload
 from headtrain.config import DRAFTERS, ConfigError, PromptSource, RecipeConfig
 from headtrain.configcheck import RULES, validate
+from headtrain.plan import CONFIG_NAMES
 
 
 def load(recipe, *overrides) -> RecipeConfig:
@@ -20,7 +21,8 @@ def load(recipe, *overrides) -> RecipeConfig:
 def test_every_shipped_recipe_loads_and_says_what_it_is(name):
     config = load(name)
     assert config.description and config.run_dir == f"runs/{name}"
-    assert config.target.family and None not in vars(config.target.shape).values()
+    shape = vars(config.target.shape)
+    assert config.target.family and all(shape[key] for key in CONFIG_NAMES)
     assert load(name, "smoke=true").run_dir == f"runs/{name}-smoke"
 
 
