@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
-from headtrain.data_gen import capture, chat, claims, prompts
+from headtrain.data_gen import capture, chat, claims, prompts, turns
 from headtrain.files import Manifest, free_bytes, read_json, write_json
 
 if TYPE_CHECKING:
+    from headtrain.data_gen import store
     from headtrain.target import Target
 
 log = logging.getLogger(__name__)
@@ -40,32 +41,40 @@ def plan_batches(
     """Writes plan.json unless it is there; returns it: {backend, batches: [[[id, tokens, budget], …], …], left_out}.
 
     To be called by one process at a time. `tokens`: of the prompt (given: of the whole row); `budget`: new tokens
-    allowed. Rows are sorted by length, longest first, and fill batches up to data.responses.batch_tokens.
+    allowed, over all turns. Rows are sorted by length, longest first, and fill batches up to
+    data.responses.batch_tokens. Also `retokenised`, how many given rows are text, and `template`, a mark of the chat
+    template.
     """
     path = Path(responses_folder) / "plan.json"
     if path.is_file():
         return read_json(path)
-    chat.require_template(tokenizer)
+    chat.check_template(tokenizer, config.target.template_kwargs)
     claims.remove_parts(path.parent, path.name)
-    given, left_out, rows = config.data.responses.backend == "given", Counter(), []
+    given, left_out, rows, retokenised = config.data.responses.backend == "given", Counter(), [], 0
+    asked = 0
     for prompt in prompts.load(prompts_folder):
         if prompt.split not in ANSWERED:
             continue
+        asked += 1
         if given:
             found, reasons = given_rows(config, tokenizer, prompt)
             left_out.update(reasons)
             if found:
                 rows.append([prompt.id, sum(len(row.ids) for row in found), 0])
+                retokenised += prompt.token_ids is None
             continue
         try:
             tokens = len(chat.prompt_ids(tokenizer, prompt.messages, config.target.template_kwargs))
         except prompts.Reject as reason:
             left_out[str(reason)] += 1
             continue
-        budget = min(config.data.responses.max_new_tokens, config.data.max_length - tokens)
-        if budget < 1:
+        if tokens >= config.data.max_length:
             left_out[TOO_LONG] += 1
             continue
+        tokens += sum(len(chat.encode(tokenizer, text)) for text in prompt.follow_ups)
+        tokens = min(tokens, config.data.max_length - 1)
+        most = config.data.responses.max_new_tokens * (1 + len(prompt.follow_ups))
+        budget = min(most, config.data.max_length - tokens)
         rows.append([prompt.id, tokens, budget])
     if not rows:
         reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common())
@@ -74,7 +83,12 @@ def plan_batches(
         "backend": config.data.responses.backend,
         "batches": _batches(rows, config.data.responses.batch_tokens),
         "left_out": dict(left_out),
+        "retokenised": retokenised,
+        "template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:32],
     }
+    if left_out := +left_out:
+        reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common(5))
+        log.warning("left out of the responses to %d prompts: %s", asked, reasons)
     Path(responses_folder).mkdir(parents=True, exist_ok=True)
     write_json(path, plan)
     return plan
@@ -142,14 +156,14 @@ def work(
         meter = claims.Meter(responses_folder, batch, progress, sum(row[2] for row in rows))
         asked = [known[row[0]] for row in rows]
         if plan["backend"] == "given":
-            _write_given(job, batch, asked, meter)
+            _write_given(job, batch, asked, meter, on_policy=plan.get("retokenised") == 0)
         else:
             meter.tell()
             begun = capture.under_way(responses_folder, "responses")
             tokens = sum(row[1] + row[2] for n in begun for row in plan["batches"][n])
             each = capture.bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype)
             capture.watch_disk(captures_folder, tokens * each)
-            _answer(job, batch, asked, [row[2] for row in rows], meter)
+            _answer(job, batch, asked, meter)
         done += 1
     return done
 
@@ -165,30 +179,71 @@ class _Job:
     taps: tuple[int, ...]
 
 
-def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], budgets: list[int], meter: claims.Meter) -> None:
-    """One batch: decode, then the captures file, then the responses file."""
+def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Meter) -> None:
+    """One batch: decode, turn by turn, then the captures file, then the responses file."""
     import torch
 
-    from headtrain.data_gen import passes, store
+    from headtrain.data_gen import store
 
     began, config, target, taps = time.monotonic(), job.config, job.target, job.taps
-    rule, dtype = config.data.responses, config.data.captures.dtype
-    ids = [chat.prompt_ids(target.tokenizer, p.messages, config.target.template_kwargs) for p in asked]
-    how = passes.Sampling(rule.temperature, rule.top_p)
-    if rule.temperature > 0:
-        how.uniform_BS = uniforms(config.seed, [p.id for p in asked], max(budgets)).to(target.device)
-    kept, finish = passes.answer(target, ids, budgets, taps, getattr(torch, dtype), how, meter.add)
-    rows = [
-        store.RowInfo(p.id, p.split, p.source, length, end, len(prompt), length - len(prompt))
-        for p, length, end, prompt in zip(asked, kept.lengths_B.tolist(), finish, ids, strict=True)
-    ]
-    tensors = kept.flat()
-    tensors["supervised"] = torch.cat([torch.arange(row.tokens) >= row.first for row in rows])
+    chats = [turns.begin(target.tokenizer, prompt, config.target.template_kwargs) for prompt in asked]
+    tensors, open_chats, left_out = {}, chats, Counter()
+    while open_chats:
+        tensors, answers = _ask(job, open_chats, meter)
+        told = list(zip(open_chats, answers, strict=True))
+        open_chats = [c for c, (ids, cut_off) in told if turns.go_on(c, target, ids, cut_off, config)]
+    for chat_ in chats:
+        if chat_.left_out:
+            left_out[chat_.left_out] += len(chat_.later)
+    if any(c.turn for c in chats):  # else the one pass wrote them in this very order
+        states = [state for c in chats for state in c.states]
+        tensors = {name: torch.cat([state[name] for state in states]) for name in tensors}
+    found = [(c.prompt, c.rows) for c in chats]
+    rows = [row for prompt, own in found for row in _infos(prompt, own)]
+    tensors["supervised"] = torch.tensor([mark for _, own in found for row in own for mark in row.supervised()])
     store.write_unit(job.captures_folder, "captures", batch, rows, tensors, **capture.facts(config, target, taps))
     small = {name: tensors[name] for name in ("ids", "supervised")}
     seconds = round(time.monotonic() - began, 3)
     meter.tell()
-    store.write_unit(job.responses_folder, "responses", batch, rows, small, on_policy=True, seconds=seconds)
+    store.write_unit(
+        job.responses_folder, "responses", batch, rows, small, on_policy=True, seconds=seconds, left_out=dict(left_out)
+    )
+
+
+def _ask(job: _Job, chats: list[turns.Chat], meter: claims.Meter) -> tuple[dict[str, Any], list]:
+    """One turn of all chats, noted in them: (the pass's tensors, per chat the ids produced and whether cut off)."""
+    import torch
+
+    from headtrain.data_gen import passes
+
+    config, target, rule = job.config, job.target, job.config.data.responses
+    ids = [c.ids for c in chats]
+    budgets = [min(rule.max_new_tokens, config.data.max_length - len(row)) for row in ids]
+    how = passes.Sampling(rule.temperature, rule.top_p)
+    if rule.temperature > 0:
+        how.uniform_BS = uniforms(config.seed, [c.name for c in chats], max(budgets)).to(target.device)
+    dtype = getattr(torch, config.data.captures.dtype)
+    kept, finish = passes.answer(target, ids, budgets, job.taps, dtype, how, meter.add)
+    lengths, tensors, answers = kept.lengths_B.tolist(), kept.flat(), []
+    for n, parts in enumerate(zip(*(tensor.split(lengths) for tensor in tensors.values()), strict=True)):
+        states = dict(zip(tensors, parts, strict=True))
+        answers.append((states["ids"][len(ids[n]) :].tolist(), finish[n] == "length"))
+        chats[n].add(*answers[-1], states)
+    return tensors, answers
+
+
+def _infos(prompt: prompts.Prompt, rows: list[chat.ChatRow]) -> list[store.RowInfo]:
+    """What the stores note of a prompt's rows; several are numbered."""
+    from headtrain.data_gen import store
+
+    names = [prompt.id] if len(rows) == 1 else [f"{prompt.id}.{n}" for n in range(len(rows))]
+    return [
+        store.RowInfo(
+            name, prompt.split, prompt.source, len(row.ids), "length" if row.truncated else "stop", row.spans[0][0],
+            sum(end - start for start, end in row.spans),
+        )
+        for name, row in zip(names, rows, strict=True)
+    ]  # fmt: skip
 
 
 def uniforms(seed: int, ids: list[str], count: int):
@@ -205,16 +260,30 @@ def uniforms(seed: int, ids: list[str], count: int):
 # ------------------------------------------------------------------------------------------------- given answers
 
 def given_rows(config: RecipeConfig, tokenizer: Any, prompt: prompts.Prompt) -> tuple[list[chat.ChatRow], Counter]:
-    """The training rows of a conversation's own answers, cut to data.max_length, and what was left out or cut."""
+    """The training rows of a conversation's own answers, cut to data.max_length, and what was left out or cut.
+
+    Token ids that the data brings stay as they are.
+    """
     try:
-        whole = chat.rows(tokenizer, prompt.messages, config.target.template_kwargs)
+        if prompt.token_ids is None:
+            whole = chat.rows(tokenizer, prompt.messages, config.target.template_kwargs)
+        else:
+            whole = [_given_ids(tokenizer, *prompt.token_ids, prompt.finish == "length")]
     except prompts.Reject as reason:
         return [], Counter({str(reason): 1})
     found = [chat.cut(row, config.data.max_length) for row in whole]
     return [row for row in found if row], Counter({TOO_LONG: found.count(None)})
 
 
-def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Meter) -> None:
+def _given_ids(tokenizer: Any, prompt: list[int], completion: list[int], truncated: bool) -> chat.ChatRow:
+    if max(*prompt, *completion) >= len(tokenizer):
+        raise prompts.Reject("token_id_beyond_the_vocabulary")
+    rows: list[chat.ChatRow] = []
+    chat.add_span(rows, prompt, completion, truncated)
+    return rows[0]
+
+
+def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Meter, on_policy: bool) -> None:
     import torch
 
     from headtrain.data_gen import store
@@ -222,19 +291,14 @@ def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: clai
     rows, ids, supervised = [], [], []
     for prompt in asked:
         found, _ = given_rows(job.config, job.target.tokenizer, prompt)
-        for n, row in enumerate(found):
-            marks = row.supervised()
-            name = prompt.id if len(found) == 1 else f"{prompt.id}.{n}"
-            end = "length" if row.truncated else "stop"
-            rows.append(
-                store.RowInfo(name, prompt.split, prompt.source, len(row.ids), end, row.spans[0][0], sum(marks))
-            )
+        rows += _infos(prompt, found)
+        for row in found:
             ids += row.ids
-            supervised += marks
+            supervised += row.supervised()
             meter.add(len(row.ids))
     tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "supervised": torch.tensor(supervised)}
     meter.tell()
-    store.write_unit(job.responses_folder, "responses", batch, rows, tensors, on_policy=False)
+    store.write_unit(job.responses_folder, "responses", batch, rows, tensors, on_policy=on_policy)
 
 
 # ------------------------------------------------------------------------------------------------- the end
@@ -258,9 +322,16 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     counts["truncated"] = counts.get("finish_length", 0)
     log.info("%d rows, %d tokens, %.1f %% supervised", len(rows), tokens, 100 * share)
     log.info("%d rows end by length, without an end token", counts["truncated"])
+    if plan["backend"] == "given":
+        counts["retokenised"] = plan.get("retokenised", 0)
+        asked = sum(map(len, plan["batches"]))
+        log.info("%d of %d prompts were tokenised from text, not from token ids", counts["retokenised"], asked)
     if not index["on_policy"]:
         log.warning("these responses are the data's own answers, not the target's: off-policy")
-    Manifest(responses_folder).finish(counts, plan["left_out"], on_policy=index["on_policy"])
+    left_out = Counter(plan["left_out"]) + store.left_out(responses_folder, "responses", len(plan["batches"]))
+    Manifest(responses_folder).finish(
+        counts, dict(left_out), on_policy=index["on_policy"], template=plan.get("template")
+    )
     if index["files"] and not capture.missing(responses_folder, captures_folder):
         capture.finish(config, responses_folder, captures_folder)
     return counts

@@ -8,6 +8,7 @@ those of docs/architecture.md, "A row of the stores". Shapes: N tokens of a file
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
         if not path.is_file():
             raise StoreError(f"{path} is missing: the stage is not finished")
         rows, own = read_header(path)
-        own = {k: v for k, v in own.items() if k not in ("seconds",)}
+        own = {k: v for k, v in own.items() if k not in ("seconds", "left_out")}
         if facts is not None and own != facts:
             raise StoreError(f"{path} was made with other settings than the first file ({own} and {facts})")
         facts = own
@@ -116,6 +117,12 @@ def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
     index = {"kind": kind, "version": VERSION, **(facts or {}), "files": files}
     write_json(folder / "index.json", index)
     return index
+
+
+def left_out(folder: str | Path, kind: str, batches: int) -> Counter:
+    """What was left out while the files 0 … batches-1 were made: reason -> number."""
+    facts = (read_header(Path(folder) / file_name(kind, batch))[1] for batch in range(batches))
+    return sum((Counter(own.get("left_out")) for own in facts), Counter())
 
 
 # ------------------------------------------------------------------------------------------------- reading

@@ -279,7 +279,15 @@ def _heldout(folder: str | Path | None) -> list[EvalPrompt]:
     if not path.is_file():
         raise SuiteError(f"{path} is missing: run the prompts stage first (headtrain generate)")
     rows = [row for row in _rows(path) if row[1].get("split") == "heldout"]
-    return [EvalPrompt(str(row["id"]), "heldout", _question(path, number, row["messages"])) for number, row in rows]
+    return [_kept(path, number, row) for number, row in rows]
+
+
+def _kept(path: Path, number: int, row: dict[str, Any]) -> EvalPrompt:
+    """A held-out prompt: its later turns are asked too; one that came as token ids keeps them."""
+    if row.get("token_ids"):
+        return EvalPrompt(str(row["id"]), "heldout", [], ids=row["token_ids"][0])
+    question = _question(path, number, row["messages"])
+    return EvalPrompt(str(row["id"]), "heldout", question, follow_ups=row.get("follow_ups", []))
 
 
 def _jsonl(name: str) -> list[EvalPrompt]:

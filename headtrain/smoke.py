@@ -35,7 +35,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small = copy.deepcopy(config)
     small.target.model = str(target_folder(config))
     small.target.shape, small.target.revision, small.target.device = copy.deepcopy(SHAPE), None, "cpu"
-    small.target.adapter = small.target.adapter_revision = None
+    small.target.adapter = small.target.adapter_revision = small.target.chat_template = None
     small.target.dtype = "float32"
     if config.target.shape.heads and config.target.shape.heads == config.target.shape.kv_heads:
         small.target.shape.kv_heads = SHAPE.heads

@@ -75,15 +75,13 @@ def smoke_target(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     """Everything that can be known to fail in the stages to come is looked at now: target, template, taps, suites."""
     from headtrain.adapter import read_adapter
-    from headtrain.data_gen.chat import prompt_ids, require_template
+    from headtrain.data_gen.chat import check_template
 
     text, tokenizer = target_config(config.target), load_tokenizer(config.target)
     check_shape(config, text)
     if config.target.adapter:
         read_adapter(config.target)
-    require_template(tokenizer)
-    if not prompt_ids(tokenizer, [{"role": "user", "content": "hello"}], config.target.template_kwargs):
-        raise ConfigError(f"target.model={config.target.model}: its chat template renders a message to nothing")
+    check_template(tokenizer, config.target.template_kwargs)
     coming = options["coming"].split(",")
     most = getattr(text, "max_position_embeddings", None)
     if "responses" in coming and most and config.data.max_length > most:
@@ -161,11 +159,11 @@ def target_config(target: TargetConfig) -> Any:
 def load_tokenizer(target: TargetConfig) -> Any:
     from transformers import AutoTokenizer
 
-    from headtrain.target import model_path
+    from headtrain.target import model_path, with_template
 
-    return AutoTokenizer.from_pretrained(
-        model_path(target), revision=target.revision, trust_remote_code=target.trust_remote_code
-    )
+    place = model_path(target)
+    code = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    return with_template(AutoTokenizer.from_pretrained(place, **code), target)
 
 
 def taps_of(config: RecipeConfig, num_layers: int) -> list[int]:
@@ -359,7 +357,7 @@ def eval_prompts(
         if not kept.is_file():
             limit, suites = config.eval.limit, config.eval.suites
             found = [prompt for name in suites for prompt in load_suite(name, run / "prompts", limit)]
-            write_json(kept, [asdict(prompt) | {"ids": tokenise(prompt.messages)} for prompt in found])
+            write_json(kept, [asdict(prompt) | {"ids": prompt.ids or tokenise(prompt.messages)} for prompt in found])
     return [EvalPrompt(**row) for row in read_json(kept)], tokenise
 
 

@@ -150,7 +150,7 @@ class Target:
         path = model_path(config)
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 output_loading_info=True,
@@ -355,6 +355,13 @@ class TargetParts:
     texts: dict[str, str] = field(default_factory=dict)  # marks of its tokenizer and chat template (facts.text_marks)
 
 
+def with_template(tokenizer: Any, config: TargetConfig) -> Any:
+    """The tokenizer with the chat template of the file target.chat_template, where that is set."""
+    if config.chat_template:
+        tokenizer.chat_template = Path(locate(config.chat_template)).expanduser().read_text(encoding="utf-8")
+    return tokenizer
+
+
 def load_parts(config: TargetConfig) -> TargetParts:
     """Reads the embedding, lm_head and final norm of a target from its safetensors files, without loading the rest."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -364,7 +371,7 @@ def load_parts(config: TargetConfig) -> TargetParts:
     try:
         model_config = AutoConfig.from_pretrained(path, **options)
         check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], model_config.get_text_config())
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
         with torch.device("meta"):
             target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
         with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
