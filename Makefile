@@ -1,6 +1,7 @@
 # make demo        a trained, measured and exported head for SmolLM2-135M-Instruct on a CPU
 # make test        all quick tests        make test-slow   long statistical and kill tests
 # make test-gpu    tests that need a GPU  make lint, make wheel
+# make test-engines drafts of real engines, on a CPU, beside ours, in an environment of its own
 # make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
 # make bench-decode decoding on a CPU beside transformers and flashspec (ARGS=--head=DIR: with a trained head)
 # make bench-memory memory of our training step against length and vocabulary
@@ -11,21 +12,26 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
+ENGINES_VENV ?= .venv-engines
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu lint wheel bench-train bench-decode bench-memory
+.PHONY: demo test test-slow test-gpu test-engines lint wheel bench-train bench-decode bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
 
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest tests -n 2 -m "not slow and not gpu" $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest tests -n 2 -m "not slow and not gpu and not engines" $(ARGS)
 
 test-slow: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest tests -n 2 -m slow $(ARGS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+test-engines: $(ENGINES_STAMP)
+	$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/engines -m engines $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -55,4 +61,11 @@ $(BENCH_STAMP): constraints.txt requirements/bench.txt requirements/bench-import
 	$(BENCH_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(BENCH_VENV)/bin/python -m pip install -q -c constraints.txt -r requirements/bench-imports.txt
 	$(BENCH_VENV)/bin/python -m pip install -q --no-deps -r requirements/bench.txt -r requirements/demo.txt -e .
+	touch $@
+
+$(ENGINES_STAMP): constraints.txt requirements/engines.txt requirements/engines-imports.txt
+	test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(ENGINES_VENV)/bin/python -m pip install -q -r requirements/engines-imports.txt
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-deps -r requirements/engines.txt -e .
 	touch $@

@@ -54,21 +54,23 @@ NAMES = {
 }
 
 
-def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, width: float = 0.3, **more) -> SimpleNamespace:
     """Writes a target in two shards; returns what transformers makes of it: `model`, whose layer number LAYERS is the
-    module's, and the module's other tensors `fc`, `embed_norm`, `hidden_norm`, `norm` by these names."""
+    module's, and the module's other tensors `fc`, `embed_norm`, `hidden_norm`, `norm` by these names.
+
+    width: of the random matrices. more: settings of the family's config besides those above, or instead of them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dialect, settings = FAMILIES[family]
     torch.manual_seed(5)
-    config = AutoConfig.for_model(family, **(SIZES | settings))
+    config = AutoConfig.for_model(family, **(SIZES | settings | more))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:
                 tensor += 0.1 * torch.randn_like(tensor)
             else:
-                tensor.normal_(0, 0.3)
+                tensor.normal_(0, width)
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     own = f"model.layers.{LAYERS}."
@@ -76,8 +78,9 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Simpl
     prefix = PREFIX[dialect]
     moved = {prefix + layer + n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own)}
     rest = {n: t for n, t in tensors.items() if not n.startswith(own)}
-    extra = {"fc": 0.3 * torch.randn(HIDDEN, 2 * HIDDEN, dtype=dtype)}
-    extra |= {name: 0.8 + 0.4 * torch.rand(HIDDEN, dtype=dtype) for name in ("embed_norm", "hidden_norm", "norm")}
+    hidden = config.hidden_size
+    extra = {"fc": width * torch.randn(hidden, 2 * hidden, dtype=dtype)}
+    extra |= {name: 0.8 + 0.4 * torch.rand(hidden, dtype=dtype) for name in ("embed_norm", "hidden_norm", "norm")}
     moved |= {f"{prefix}{name}.weight": t for name, t in zip(names, extra.values(), strict=True)}
     if family == "deepseek_v3":  # as released; engines use the target's
         moved[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
