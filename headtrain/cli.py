@@ -3,7 +3,7 @@
     headtrain <command> recipe=<name or path.yaml> [key=value …]
 
 Nothing heavy is imported before a command needs it. Exit status: 0 done, 2 a mistake of the user's (one line says
-which), 1 anything else, 130 interrupted.
+which), 1 anything else (with `doctor`: a fault was found), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -89,6 +89,34 @@ COMMANDS = {
     ),
     "plan": Command(
         "GPU memory, disk and time a recipe needs; loads no weights", True, {}, "headtrain plan recipe=eagle3_llama70b"
+    ),
+    "doctor": Command(
+        "checks everything of which a mismatch costs acceptance; exit status 1 when there is a fault", False,
+        {
+            "head": "the head's folder or Hub id (needed)",
+            "target": "the target's place (needed); target.revision, target.adapter, target.template_kwargs, …: as in "
+            "a recipe",
+            "engine_url": "a running vLLM or SGLang server, whose acceptance is looked at too",
+            "report": "report.json of the head, or its run's folder (default: of the run the head lies in)",
+            "prompts": "a .jsonl file of chats to draft along (default: the run's held-out ones, else headtrain's own)",
+            "limit": "how many of them (default 4)",
+            "k": "draft tokens a step (default: the report's, else 5)",
+            "max_new_tokens": "length of the target's answers (default 48)",
+            "probe": "false: without loading the target",
+            "json": "true: everything found as one JSON object",
+        },
+        "headtrain doctor head=runs/mine/export/vllm target=me/my-finetune",
+    ),
+    "monitor": Command(
+        "follows the speculation of running engines, a line per interval", False,
+        {
+            "engine_url": "a vLLM or SGLang server, or several: [A,B] (needed)",
+            "report": "report.json of the head, or its run's folder, to compare with",
+            "interval": "seconds between two lines (default 10)",
+            "count": "how many intervals (default: until interrupted); exit status 1 when the last one had no answer",
+            "log": "a file that gets every interval as a line of JSON",
+        },
+        "headtrain monitor engine_url=http://localhost:8000 report=runs/mine",
     ),
     "status": Command(
         "how far a run is", False, {"run_dir": "the run's folder (needed)"}, "headtrain status run_dir=runs/mine"
@@ -335,6 +363,63 @@ def _push(arguments: list[str]) -> int:
     asked = load_overrides([f"push.{key}={value}" for key, value in given.items()]).push
     print(pipeline.push_head(head, asked, Path(report) if report else None))
     return 0
+
+
+def _doctor(arguments: list[str]) -> int:
+    from headtrain.config import ConfigError
+    from headtrain.configload import load_overrides
+
+    of_target = [text for text in arguments if text.startswith(("target=", "target."))]
+    own = [text for text in arguments if text not in of_target]
+    given = _flat("doctor", own, ("head",))
+    if not any(text.startswith("target=") for text in of_target):
+        raise ConfigError("target=… is missing: the target's place, as in target.model")
+    config = load_overrides([text.replace("target=", "target.model=", 1) if text.startswith("target=") else text
+                             for text in of_target])  # fmt: skip
+    numbers = {key: _whole(given, key) for key in ("limit", "k", "max_new_tokens") if key in given}
+    texts = {key: given[key] for key in ("engine_url", "report", "prompts") if given.get(key)}
+    probe, as_json = (_flag(given, key, default) for key, default in (("probe", True), ("json", False)))
+    from headtrain.doctor import Settings, doctor
+    from headtrain.evaluation import found_head
+
+    settings = Settings(**texts, **numbers, probe=probe)
+    return doctor(found_head(given["head"]), config.target, settings, as_json)
+
+
+def _monitor(arguments: list[str]) -> int:
+    from headtrain.config import ConfigError
+    from headtrain.expected import find_report
+    from headtrain.monitor import monitor
+
+    given = _flat("monitor", arguments, ("engine_url",))
+    place = given["engine_url"]
+    urls = [item.strip() for item in place[1:-1].split(",")] if place.startswith("[") else [place]
+    try:
+        interval = float(given.get("interval", "10"))
+    except ValueError as error:
+        raise ConfigError(f"interval={given['interval']}: a number of seconds is needed") from error
+    return monitor(
+        urls, interval=interval, count=_whole(given, "count") if "count" in given else None,
+        report=find_report(given["report"]) if given.get("report") else None,
+        log=Path(given["log"]) if given.get("log") else None,
+    )  # fmt: skip
+
+
+def _whole(given: dict[str, str], key: str) -> int:
+    from headtrain.config import ConfigError
+
+    if not given[key].isdecimal() or int(given[key]) < 1:
+        raise ConfigError(f"{key}={given[key]}: a whole number of 1 or more is needed")
+    return int(given[key])
+
+
+def _flag(given: dict[str, str], key: str, default: bool) -> bool:
+    from headtrain.config import ConfigError
+
+    value = given.get(key, str(default).lower())
+    if value not in ("true", "false"):
+        raise ConfigError(f"{key}={value}: true or false is needed")
+    return value == "true"
 
 
 def _import(arguments: list[str]) -> int:
