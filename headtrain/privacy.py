@@ -48,7 +48,11 @@ def mask_logs() -> None:
 
     def record(*args: Any, **more: Any) -> logging.LogRecord:
         made = make(*args, **more)
-        made.msg, made.args = masked(made.getMessage()), None
+        try:
+            text = made.getMessage()
+        except (TypeError, ValueError):  # the library's message does not fit its arguments
+            text = str(made.msg)
+        made.msg, made.args = masked(text), None
         return made
 
     record.masks = True

@@ -46,6 +46,51 @@ def recipe(tmp_path) -> Path:
     return path
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub of hub_server.py; the client of this process talks to it, without waiting between its tries.
+
+    `hub.log_in(role)` gives this process a token of user ann; `hub.environment` is for child processes.
+    """
+    import logging
+    import time
+    import types
+
+    from huggingface_hub import constants
+
+    spec = importlib.util.spec_from_file_location("headtrain_hub", Path(__file__).parent / "export" / "hub_server.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look there
+    spec.loader.exec_module(module)
+    hub, home = module.Hub(), tmp_path / "hf"
+    links = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    mine = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": links, "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True, "HF_TOKEN_PATH": str(home / "token"), "HF_HUB_CACHE": str(home / "hub"),
+            "HF_HUB_DISABLE_PROGRESS_BARS": True}  # fmt: skip
+    for name, value in mine.items():
+        monkeypatch.setattr(constants, name, value)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for handler in logging.getLogger("huggingface_hub").handlers:  # made when another test's stderr was the stream
+        now = types.SimpleNamespace(write=lambda text: sys.stderr.write(text), flush=lambda: None)
+        monkeypatch.setattr(handler, "stream", now)
+    monkeypatch.setattr(time, "sleep", lambda seconds: hub.waits.append(seconds))
+    hub.environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | {
+        "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+    def log_in(role: str = "write") -> str:
+        token = "hf_" + "".join(chr(ord("a") + i * 7 % 26) for i in range(34))
+        hub.users[token] = {"name": "ann", "orgs": ["lab"], "role": role}
+        monkeypatch.setenv("HF_TOKEN", token)
+        hub.environment["HF_TOKEN"] = token
+        return token
+
+    hub.log_in = log_in
+    yield hub
+    hub.close()
+
+
 @pytest.fixture(scope="session")
 def mtp_targets():
     """The module mtp_targets.py: tiny targets with an MTP module."""

@@ -17,7 +17,7 @@ from typing import Any
 from headtrain.config import PushConfig
 from headtrain.configload import read_yaml
 from headtrain.export import ExportError
-from headtrain.export.model_card import Facts, card, commit_message, local_target, read_licence
+from headtrain.export.model_card import Facts, card, commit_message, local_target, name_of, read_licence
 from headtrain.files import read_json, sha256_file
 from headtrain.identity import hub_errors
 from headtrain.privacy import mask_logs, masked, public, secrets
@@ -41,6 +41,7 @@ def check(asked: PushConfig) -> str:
     """
     from huggingface_hub import HfApi
 
+    mask_logs()
     with _explained(asked):
         api = HfApi()
         who = retried(api.whoami)
@@ -97,27 +98,26 @@ def _only_a_head(api: Any, asked: PushConfig) -> None:
 # ------------------------------------------------------------------------------------------------ which files
 
 
-def gather(head: Path, asked: PushConfig, report: Path | None = None) -> tuple[dict[str, Content], Facts]:
+def gather(head: Path, repo: str, report: Path | None = None, ask: bool = False) -> tuple[dict[str, Content], Facts]:
     """(name in the repository -> file or content, facts of the card) of a head's folder.
 
     report: report.json about this head; default: the one of the run the head lies in, if it is about these weights.
-    The licence of a target from the Hub is read there, with push.dry_run in the local cache only. ExportError where the
+    ask: look on the Hub for the licence of a target from there; else in the local Hub cache only. ExportError where the
     folder is no head's, or where a file holds a secret or a path of this machine.
     """
     head, made = head.absolute(), report
     report = made or head.parent / "report" / "report.json"
     facts = _facts(head, report, needed=made is not None)
-    files: dict[str, Content] = {name: head / name for name in LICENCES if (head / name).is_file()}
-    facts.licence, texts = _licence(facts, local_only=asked.dry_run)
-    files = {**texts, **files}
+    files = _licence(facts, ask) | {name: head / name for name in LICENCES if (head / name).is_file()}
     config = public(facts.config, head.parent)
     files["config.json"] = head / "config.json" if config == facts.config else _json(config)
     files["model.safetensors"] = head / "model.safetensors"
     if facts.report:
-        files["report.json"] = _json(public(facts.report, head.parent))
+        target = facts.report["target"] | {"model": name_of(facts.report["target"].get("model") or "")}
+        files["report.json"] = _json(public(facts.report | {"target": target}, head.parent))
         if (page := report.with_name("report.html")).is_file():
             files["report.html"] = page
-    files["README.md"] = card(facts, asked.repo).encode()
+    files["README.md"] = card(facts, repo).encode()
     _refuse_leaks(files, [Path.home(), Path.cwd(), head.parent])
     return {name: files[name] for name in OURS if name in files}, facts
 
@@ -148,28 +148,36 @@ def _facts(head: Path, report: Path, needed: bool) -> Facts:
     return facts
 
 
-def _licence(facts: Facts, local_only: bool) -> tuple[dict[str, str], dict[str, Content]]:
-    """(what the target's own card says of its licence, the licence's files) of the target, where they are to be had."""
+def _licence(facts: Facts, ask: bool) -> dict[str, Content]:
+    """The licence's files of the target, where they are to be had; what its own card says goes into the facts."""
     place = local_target(facts.recipe) if not facts.hub_target else None
-    if place and place.is_dir():
-        return read_licence(place), {name: place / name for name in LICENCES if (place / name).is_file()}
-    if place:
-        return read_licence(place), {}
-    if not facts.hub_target:
-        return {}, {}
-    found = {name: _target_file(facts, name, local_only) for name in ("README.md", *LICENCES)}
-    texts = {name: file for name, file in found.items() if file and name != "README.md"}
-    return (read_licence(found["README.md"].parent) if found["README.md"] else {}), texts
+    if place and not place.is_dir():
+        facts.licence = read_licence(place)
+        return {}
+    names = ("README.md", *LICENCES)
+    found = {name: place / name for name in names if (place / name).is_file()} if place else {}
+    if facts.hub_target:
+        found = _of_hub_target(facts.hub_target, facts.target["commit"], names, ask)
+    if readme := found.pop("README.md", None):
+        facts.licence = read_licence(readme.parent)
+    return dict(found)
 
 
-def _target_file(facts: Facts, name: str, local_only: bool) -> Path | None:
-    """A file of a target on the Hub; None where it has none, or where it cannot be read now."""
-    from huggingface_hub import hf_hub_download
+def _of_hub_target(target: str, commit: str | None, names: tuple[str, ...], ask: bool) -> dict[str, Path]:
+    """Those of a target's files that it has, and that the Hub or its local cache gives."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-    commit = facts.target["commit"]
-    with contextlib.suppress(*hub_errors()):  # the card then says that no licence was found
-        return Path(hf_hub_download(facts.hub_target, name, revision=commit, local_files_only=local_only))
-    return None
+    if not ask:
+        cached = {name: try_to_load_from_cache(target, name, revision=commit) for name in names}
+        return {name: Path(place) for name, place in cached.items() if isinstance(place, str)}
+    api = HfApi()
+    try:
+        there = {file.rfilename for file in api.model_info(target, revision=commit, timeout=60).siblings or []}
+        wanted = [name for name in names if name in there]
+        return {name: Path(api.hf_hub_download(target, name, revision=commit)) for name in wanted}
+    except (*hub_errors(), ValueError) as error:
+        print(f"note: the licence of {target} cannot be read on the Hub ({_status(error)[0] or type(error).__name__})")
+        return {}
 
 
 def _refuse_leaks(files: dict[str, Content], roots: list[Path]) -> None:
@@ -194,16 +202,20 @@ def push(head: Path, asked: PushConfig, report: Path | None = None) -> str:
     Files that the repository has already are not sent again; its files of an earlier head that this one lacks go.
     """
     mask_logs()
-    files, facts = gather(head, asked, report)
-    branch, sizes = asked.revision or "main", {name: _size(content) for name, content in files.items()}
-    listing = "\n".join(f"  {name:<18} {size:>14,} B" for name, size in sizes.items())
+    branch = asked.revision or "main"
+    files, facts = gather(head, asked.repo, report)  # what is wrong here is said before the Hub is asked anything
     if asked.dry_run:
         kind = "private" if asked.private else "public"
-        return f"would upload to {asked.repo} ({kind}), branch {branch}:\n{listing}\nnothing was sent (dry run)"
-    print(check(asked))
+        return f"would upload to {asked.repo} ({kind}), branch {branch}:\n{_listed(files)}\nnothing was sent (dry run)"
+    print(check(asked), flush=True)
+    files, facts = gather(head, asked.repo, report, ask=True)
     with _explained(asked):
-        place, sent = _upload(files, asked, commit_message(facts))
-    return masked(f"uploaded to {place}, branch {branch}:\n{listing}" if sent else f"{place} has it all already")
+        place, new = _upload(files, asked, commit_message(facts))
+    return masked(f"uploaded to {place}, branch {branch}:\n{_listed(files)}" if new else f"{place} has it all already")
+
+
+def _listed(files: dict[str, Content]) -> str:
+    return "\n".join(f"  {name:<18} {_size(content):>14,} B" for name, content in files.items())
 
 
 def _size(content: Content) -> int:
@@ -247,7 +259,7 @@ def retried(call: Callable[[], Any]) -> Any:
     for wait in (*(2**n for n in range(TRIES - 1)), None):
         try:
             return call()
-        except hub_errors() as error:
+        except (*hub_errors(), json.JSONDecodeError) as error:
             if wait is None or not _passes(error):
                 raise
         time.sleep(wait)
@@ -257,6 +269,8 @@ def _passes(error: BaseException) -> bool:
     """Whether another try may end better."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    if isinstance(error, json.JSONDecodeError):  # the page of a busy gateway, where the client expects JSON
+        return True
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in PASSING
     broken = ("TimeoutException", "NetworkError", "RemoteProtocolError")  # of the HTTP library, httpx or httpx2
@@ -275,23 +289,34 @@ def _explained(asked: PushConfig) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, HfHubHTTPError):
-        cause = cause.__cause__
     if isinstance(error, LocalTokenNotFoundError):
         return "there is no Hub token; run `hf auth login`, or set HF_TOKEN"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or set push.dry_run=true"
-    if cause is None:
-        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return f"the Hub cannot be reached, or the upload broke off ({said}); the same command goes on from there"
-    status, said = cause.response.status_code, cause.server_message or ""
+    status, said = _status(error)
+    if status == 404 and "/xet-" in said:
+        return "this Hub lacks the storage that hf_xet uploads to; set HF_HUB_DISABLE_XET=1"
     words = {
+        None: "the Hub cannot be reached, or the upload broke off; the same command goes on from there",
         401: "the Hub does not accept the token; run `hf auth login --force`, or correct HF_TOKEN",
         403: "the token may not write there; use one with write permission, or name a repository of yours",
         404: "there is no such repository, or the token cannot see it",
-    }  # fmt: skip
+    }
     found = words.get(status, "the Hub cannot do it now; the same command goes on from there")
-    return f"{found} (status {status}{': ' if said else ''}{said.splitlines()[0] if said else ''})"
+    return f"{found} ({': '.join([f'status {status}'] * bool(status) + [said] * bool(said))})"
+
+
+def _status(error: BaseException) -> tuple[int | None, str]:
+    """(HTTP status, the server's message) of an error or of what caused it; None: there was no answer."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if cause is not None:
+        return cause.response.status_code, next(iter((cause.server_message or "").splitlines()), "")
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    found = re.search(r"HTTP status \w+ error \((\d{3})", said)  # of hf_xet, which has no types for them
+    return int(found[1]) if found else None, said

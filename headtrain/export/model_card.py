@@ -13,12 +13,15 @@ from typing import Any
 
 import yaml
 
-from headtrain.config import KINDS
-from headtrain.engines import SERVING, TESTED_VERSIONS, servable_name, serve_command
+from headtrain.config import BY_DEPTH, KINDS
+from headtrain.engines import EXPORT_FORMATS, SERVING, TESTED_VERSIONS, servable_name, serve_command, sglang_rules_agree
+from headtrain.export import ExportError
+from headtrain.export.refusals import check_heads, newest
 from headtrain.files import locate
 from headtrain.privacy import masked
 
 RECIPE = ("target", "data", "head", "train", "eval", "seed")  # the sections that made and measured the head
+FORMATS = {format: engine for format, engine in EXPORT_FORMATS.items() if engine in SERVING}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
@@ -254,24 +257,53 @@ def name_of(place: str) -> str:
 
 
 def _serving(facts: Facts, repo: str) -> list[str]:
-    target = "TARGET" if facts.target.get("adapter") else facts.hub_target or "TARGET"
-    out = ["## Serving"]
+    """A launch command for every engine that takes this head, else why it does not."""
+    adapter, kind, out = facts.target.get("adapter"), facts.ours["type"], ["## Serving"]
+    target = facts.hub_target if facts.hub_target and not adapter else "TARGET"
     if target == "TARGET":
-        out.append("TARGET: the place of the target" + ", its adapter merged" * bool(facts.target.get("adapter")) + ".")
-    row, ours = facts.best(), facts.ours
-    k = row["k"] if row else min(3, ours["unroll"])
-    for engine in SERVING if ours["type"] == "eagle3" else ():
-        if engine != "vllm" and ours.get("norm_before_residual"):
-            continue  # they do not read it
-        fixed = {"taps": ours.get("taps"), "layers": ours.get("target_layers")}
-        command = serve_command(engine, target, repo, k, **fixed)
-        out.append(f"{ENGINES[engine]} (written for {TESTED_VERSIONS[engine]}):\n\n```\n{command}\n```")
+        out.append("TARGET: the place of the target" + ", its adapter merged" * bool(adapter) + ".")
+    if kind == "mtp":
+        out.append(
+            "Engines load the module inside the target's checkpoint. In the run that trained it, `headtrain export "
+            "format=mtp` writes that checkpoint; FOLDER is its place."
+        )
+    refused = []
+    for format, engine in FORMATS.items():
+        name, release, why = ENGINES[engine], newest(kind, format), _refusal(kind, format)
+        if facts.ours.get("norm_before_residual") and format != "vllm":
+            release, why = None, "it does not read norm_before_residual, which this head has"
+        if release:
+            note = f" ({why})" if why else ""
+            out.append(f"{name} {release}{note}:\n\n```\n{_commands(facts, engine, target, repo)}\n```")
+        else:
+            refused.append(f"- {name}: {why}")
+    out += ["\n".join(refused)] * bool(refused)
+    measure = f"headtrain eval head={repo} target={target} suites=[my.jsonl]"
+    return [*out, f"Measure it again, on your machine and prompts:\n\n```\n{measure}\n```"]
+
+
+def _refusal(kind: str, format: str) -> str:
+    """Why the tested release of an engine takes no heads of this type; empty if it does."""
+    try:
+        check_heads(kind, format)
+    except ExportError as error:
+        return str(error).partition(": ")[2]
+    return ""
+
+
+def _commands(facts: Facts, engine: str, target: str, repo: str) -> str:
+    ours, row = facts.ours, facts.best()
+    k = ours["unroll"] if ours["type"] in BY_DEPTH else row["k"] if row else min(3, ours["unroll"])
+    taps, layers = ours.get("taps") or None, ours.get("target_layers")
     if ours["type"] == "mtp":
-        out.append("Engines load it inside the target's checkpoint, where `headtrain export format=mtp` puts it.")
-    elif len(out) < 2 or ours["type"] != "eagle3":
-        out.append("headtrain knows no engine's command for a head of this kind.")
-    measure = f"headtrain eval head={repo} target={target}"
-    return [*out, f"Measure it again, on your machine and prompts:\n\n```\n{measure} suites=[my.jsonl]\n```"]
+        return serve_command(engine, "FOLDER", None, k, head_type="mtp")
+    fixed: dict[str, Any] = {"head_type": ours["type"], "taps": taps, "layers": layers}
+    as_is = engine != "sglang" or (taps and layers and sglang_rules_agree(taps, layers))
+    if as_is:
+        return serve_command(engine, target, repo, k, **fixed)
+    release = f" engine_version={TESTED_VERSIONS[engine]}" * bool(taps)
+    made = f"hf download {repo} --local-dir head\nheadtrain export head=head format={engine} out=served{release}"
+    return f"{made}\n{serve_command(engine, target, 'served', k, **fixed)}"
 
 
 def _limits(facts: Facts) -> list[str]:

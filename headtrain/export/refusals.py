@@ -15,13 +15,26 @@ def check_heads(kind: str | None, format: str, version: str | None = None) -> No
     """ExportError where the format, or a release of its engine, takes no heads of a type."""
     if kind not in NAMES:
         raise ExportError(f"head.type={kind}: no such type of head is exported; there is: {', '.join(NAMES)}")
-    table = json.loads((resources.files("headtrain.export") / "refused.json").read_text(encoding="utf-8"))
-    reason = table.get(format, {}).get(kind)
+    reason = _reason(kind, format)
     if isinstance(reason, dict):  # some releases take it
         served = version or TESTED_VERSIONS[EXPORT_FORMATS[format]]
         reason = reason["why"] if release(served) > release(reason["last"]) else None
     if reason:
         raise ExportError(f"format={format} takes no {NAMES[kind]} heads: {reason}")
+
+
+def newest(kind: str, format: str) -> str | None:
+    """The newest known release of a format's engine that takes heads of a type; None: no release does."""
+    reason = _reason(kind, format)
+    if isinstance(reason, dict):
+        return reason["last"]
+    return None if reason else TESTED_VERSIONS[EXPORT_FORMATS[format]]
+
+
+def _reason(kind: str, format: str) -> str | dict[str, str] | None:
+    """Why a format takes no heads of a type; as a mapping where the releases up to `last` do."""
+    table = json.loads((resources.files("headtrain.export") / "refused.json").read_text(encoding="utf-8"))
+    return table.get(format, {}).get(kind)
 
 
 def versions(text: str | None, formats: list[str]) -> dict[str, str]:
