@@ -94,6 +94,15 @@ class DataConfig:
 
 
 @dataclass
+class LoraSection:
+    """Low-rank factors instead of all weights; with head.init_from, whose other weights stay as they are."""
+
+    rank: int | None = None  # None: no LoRA
+    alpha: float | None = None  # scale of what the factors add, over rank; None: 2 rank
+    targets: list[str] | None = None  # linear layers, by name or its end; None: all but lm_head
+
+
+@dataclass
 class HeadSection:
     type: str = "eagle3"  # kind of head
     taps: list[int] | None = None  # None: [2, L//2, L-3]
@@ -114,6 +123,7 @@ class HeadSection:
     start: str = "calibrated"  # calibrated (features and copying in closed form) | random
     dialect: str | None = None  # mtp from scratch: how tensors are named and wired, deepseek (None), qwen or mimo
     init_from: str | None = None  # a head folder to start from (its mapping is kept), or scratch: a new mtp module
+    lora: LoraSection = field(default_factory=LoraSection)
     rebuild_vocab: bool = False  # with init_from: choose the draft vocabulary anew and move the lm_head rows that stay
 
 

@@ -84,6 +84,8 @@ RULES: dict[str, Rule] = {
     "head.dialect": _one_of("deepseek", "qwen", "mimo"),
     "head.start": _one_of("calibrated", "random"),
     "head.unroll": _number(1, 64),
+    "head.lora.rank": _COUNT,
+    "head.lora.alpha": _number(0, open_low=True),
     "head.blocks": _COUNT,
     "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
     **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
@@ -205,6 +207,7 @@ def validate(config: RecipeConfig) -> None:
             if (value := getattr(config.push, key.name)) != key.default:
                 raise ConfigError(f"push.{key.name}={value}: nothing is uploaded without push.repo; set that too")
     _validate_head(head, train)
+    _validate_lora(head, train, config.smoke)
     _validate_eval(config.eval, shape)
 
 
@@ -245,6 +248,24 @@ def _validate_head(head: HeadSection, train: TrainConfig) -> None:
             raise ConfigError("head.freeze_lm_head=true: frozen copies would all be the same; set head.share_lm_head")
         if train.weights != "decay":
             raise ConfigError(f"train.weights={train.weights}: depths are weighed together; set head.share_lm_head")
+
+
+def _validate_lora(head: HeadSection, train: TrainConfig, smoke: bool) -> None:
+    lora = head.lora
+    if lora.rank is None:
+        for key in ("alpha", "targets"):
+            if (value := getattr(lora, key)) is not None:
+                raise ConfigError(f"head.lora.{key}={value} without head.lora.rank: set the rank too")
+        return
+    where = f"head.lora.rank={lora.rank}"
+    if head.init_from in (None, SCRATCH) and not smoke:  # a smoke run has no parent
+        raise ConfigError(f"{where}: factors change a head that exists; give one as head.init_from")
+    if train.optimizer == "muon":
+        raise ConfigError(f"{where} with train.optimizer=muon: Muon is for whole matrices; use adamw")
+    if head.train_embedding:
+        raise ConfigError(f"{where} with head.train_embedding=true: all but the factors is frozen; leave one out")
+    if head.freeze_lm_head and any("lm_head" in target for target in lora.targets or ()):
+        raise ConfigError(f"head.lora.targets={lora.targets} with head.freeze_lm_head=true; leave one out")
 
 
 def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:

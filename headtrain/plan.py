@@ -178,7 +178,7 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
     width = BYTES[config.train.precision]
     shard = [1 / gpus if zero >= stage else 1.0 for stage in (1, 2, 3)]
     state = 12 if width == 2 else 8  # Adam's two moments in fp32, and fp32 masters beside 16-bit weights
-    if config.train.offload and zero:
+    if config.train.offload and zero or config.head.lora.rank:  # of factors it is next to nothing
         state = 0
     state += 4 if config.train.ema and state else 0
     s, tokens = model.shape, config.train.batch_tokens
@@ -190,7 +190,7 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
         kept = _by_pieces(model, config, depth)
     per_token = kept + (model.taps + 1) * s.hidden
     return {
-        "weights": model.head * width * shard[2],
+        "weights": model.head * width * (shard[2] + bool(config.head.lora.rank)),  # with LoRA merged ones too
         "gradients": model.head * width * shard[1],
         "optimizer": model.head * state * shard[0],
         "frozen": model.frozen * width,

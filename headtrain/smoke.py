@@ -11,7 +11,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import BY_DEPTH, SCRATCH, ConfigError, PromptFilter, PromptSource, RecipeConfig, ShapeConfig
+from headtrain.config import (
+    BY_DEPTH,
+    SCRATCH,
+    ConfigError,
+    LoraSection,
+    PromptFilter,
+    PromptSource,
+    RecipeConfig,
+    ShapeConfig,
+)
 
 PROMPTS = "package:headtrain.data_gen/smoke_prompts.jsonl"
 SHAPE = ShapeConfig(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=384)
@@ -46,6 +55,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     head.draft_vocab = "full" if config.head.draft_vocab == "full" else 128
     head.intermediate = head.heads = head.kv_heads = head.head_dim = None
     head.init_from = SCRATCH if head.type == "mtp" else None  # the tiny target has no MTP layers
+    head.lora = LoraSection()  # which needs a parent
     if head.taps is not None:
         head.taps = [2, 4, 5][: len(head.taps)]
     head.unroll = min(head.unroll, 3)

@@ -106,6 +106,13 @@ def test_offload_checkpointing_and_an_average_change_what_they_are_said_to():
         assert {name: size for name, size in found.items() if name != part}.items() <= usual.items()
 
 
+def test_lora_spares_the_optimizers_state_and_holds_the_weights_twice():
+    usual, lora = load("eagle3_llama70b"), load("eagle3_llama70b", "head.init_from=a", "head.lora.rank=16")
+    parts = [plan.training_bytes(plan.model_of(c), c, 8, 0) for c in (usual, lora)]
+    assert parts[1]["optimizer"] == 0 and parts[1]["weights"] == 2 * parts[0]["weights"]
+    assert parts[1]["gradients"] == parts[0]["gradients"]
+
+
 def test_a_target_that_does_not_fit_one_gpu_is_said_to_not_fit(monkeypatch):
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80e9] * 8)
     assert "too much for one GPU of 80.0 GB: it takes 3 of them" in plan.text(load("eagle3_llama70b"))

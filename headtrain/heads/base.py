@@ -194,7 +194,7 @@ class Head(nn.Module):
 
     def outputs(self) -> list[nn.Linear]:
         """The layers that have a row per draft token."""
-        return [self.lm_head]
+        return [] if self.borrows_lm_head else [self.lm_head]
 
 
 HEADS = {  # by head.type: module of this package, and class

@@ -144,9 +144,6 @@ class MtpHead(Unrolled):
         if lm_head is not None:  # drafts and teacher alike
             self._lent["teacher"] = lm_head[self.t2d.to(lm_head.device)]
 
-    def outputs(self) -> list[nn.Linear]:
-        return []
-
     # ------------------------------------------------------------------------------------------------ the network
 
     def _features(self, taps: Tensor | None, last: Tensor, noise: float = 0.0) -> Tensor:

@@ -23,7 +23,7 @@ from headtrain.files import fsync_folder, read_json, sha256_file, write_json
 from headtrain.heads import vocab
 from headtrain.heads.base import Head, save_head
 from headtrain.training.ranks import Ranks
-from headtrain.training.weights import Average, Shards
+from headtrain.training.weights import Answer, Average, Shards
 
 VERSION = 3
 MUST_AGREE = ("precision", "optimizer", "ema", "mapping", "data")
@@ -41,12 +41,12 @@ def mapping_hash(head: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------- writing
 
 def save(
-    folder: Path, state: dict[str, Any], head: Head, dtype: torch.dtype, shards: Shards, average: Average | None,
-    keep: int, ranks: Ranks,
+    folder: Path, state: dict[str, Any], head: Head, fixed: dict[str, Tensor], dtype: torch.dtype, shards: Shards,
+    average: Average | None, keep: int, ranks: Ranks,
 ) -> Path:  # fmt: skip
     """Writes the checkpoint of `state["step"]` and removes all but the last `keep`. Every process must call it.
 
-    head: the head to serve (weights.Snapshot), saved in `dtype`.
+    head: the head to serve (weights.Snapshot), saved in `dtype`. fixed: what of its weights is not trained.
     """
     from safetensors.torch import save_file
 
@@ -62,7 +62,6 @@ def save(
     for kind, values in kinds.items():
         tensors = {}
         if kind == "weights":
-            fixed = {name: tensor for name, tensor in head.state_dict().items() if name not in shards.places}
             tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in fixed.items()}
         for name in shards.places:
             whole = shards.whole(values, name)
@@ -153,11 +152,11 @@ def accumulation(place: Path, accumulate: int, world: int) -> int:
     return parts // world
 
 
-def load_weights(head: nn.Module, place: Path) -> None:
+def load_weights(model: Answer, place: Path) -> None:
     """Weights and buffers, before the engine starts. Low-precision copies are roundings of them, as after a step."""
     from safetensors.torch import load_file
 
-    head.load_state_dict(load_file(place / "weights.safetensors"))
+    model.take(load_file(place / "weights.safetensors"))
 
 
 def check(place: Path, expected: dict[str, Any]) -> dict[str, Any]:

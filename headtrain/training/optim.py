@@ -107,10 +107,10 @@ def check_optimizer(config: TrainConfig, on_gpu: bool = True) -> None:
         raise ValueError("train.offload=true: on a CPU the optimizer's state is in its memory already; leave it out")
 
 
-def make_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW, or Muon for the hidden matrices with AdamW for the rest. Norm weights are not decayed."""
     check_optimizer(config)
-    named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam = {"lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8}
     for name, p in named:
         p.use_muon = config.optimizer == "muon" and is_muon_matrix(name, p)

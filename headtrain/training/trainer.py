@@ -26,6 +26,7 @@ from headtrain.training import checkpoint
 from headtrain.training.batches import Plan, Reader, collate, count_pairs
 from headtrain.training.guard import Guard
 from headtrain.training.log import Tally, TrainLog, memory
+from headtrain.training.lora import Factors
 from headtrain.training.optim import Clock, check_optimizer, engine_config, make_optimizer, peak_lr
 from headtrain.training.ranks import Ranks, join, leave, quiet
 from headtrain.training.select import Best, simulate
@@ -74,6 +75,7 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
         config = replace(config, train=replace(config.train, accumulate=accumulate))
     t = config.train
     head = build_head(config, run, ranks.device)
+    model = Answer(head, Factors(head, config.head.lora, config.seed) if config.head.lora.rank else None)
     store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
     for key in ("decode_prompts", "patience"):
         if getattr(t, key) and not valid:
@@ -91,9 +93,9 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
     }  # fmt: skip
     if place:
         state = checkpoint.check(place, expected)
-        checkpoint.load_weights(head, place)
-    snapshot = Snapshot(head)
-    engine = start_engine(head, config, ranks)
+        checkpoint.load_weights(model, place)
+    snapshot = Snapshot(model)
+    engine = start_engine(model, config, ranks)
     shards, guard = Shards(engine, ranks), Guard(engine, t, ranks)
     average = Average(shards, t.ema) if t.ema else None
     if place:
@@ -167,7 +169,9 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
                 began = time.monotonic()
                 state |= {"step": step, "elapsed": clock.elapsed, "parts": parts, "guard": guard.state(), **expected}
                 with snapshot.of(engine, shards, average) as served:
-                    checkpoint.save(folder / "checkpoints", state, served, dtype, shards, average, t.keep, ranks)
+                    checkpoint.save(
+                        folder / "checkpoints", state, served, snapshot.fixed, dtype, shards, average, t.keep, ranks
+                    )
                 tally.leave_out(time.monotonic() - began)
         if step == 0:
             logger.warning("train.seconds=%g left no time for a step after the first evaluation", t.seconds or 0)
@@ -244,16 +248,16 @@ def data_fingerprint(config: RecipeConfig, rows: list) -> str:
     return fingerprint([config.seed, config.train.batch_tokens, [(row.id, row.tokens) for row in rows]])
 
 
-def start_engine(head: Head, config: RecipeConfig, ranks: Ranks) -> Any:
+def start_engine(model: Answer, config: RecipeConfig, ranks: Ranks) -> Any:
     """The DeepSpeed engine around the head alone."""
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
     settings = engine_config(config.train)
-    model = Answer(head.to(ranks.device))
+    model.to(ranks.device)
     if config.train.optimizer == "muon" and ranks.device.type == "cpu":
         torch.compiler.set_stance("force_eager")  # DeepSpeed compiles Muon, on a CPU with a C++ compiler and for long
-    optimizer = make_optimizer(head, config.train)
+    optimizer = make_optimizer(model, config.train)
     with quiet():
         set_z3_leaf_modules(model, [Answer])  # a head computes with its weights outside of the modules they belong to
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

@@ -18,22 +18,42 @@ import torch
 from torch import Tensor, nn
 
 from headtrain.heads.base import Head, HeadOutput
+from headtrain.training.lora import Factors
 from headtrain.training.ranks import Ranks
+
+FACTORS = "lora"  # first part of the names of factors
 
 
 class Answer(nn.Module):
-    """The head as DeepSpeed runs it. The anchor is a scalar that wants a gradient, and adds nothing to the loss.
+    """The head as DeepSpeed runs it, with the factors of its LoRA where it has any.
 
+    The anchor is a scalar that wants a gradient, and adds nothing to the loss.
     DeepSpeed prepares its backward pass by hooks on the forward's tensors. It finds those of a tuple but not those of a
     dataclass; and under ZeRO 3, where this module is one leaf whose weights come and go together, an input that wants a
     gradient is what tells it when all the weights have theirs.
     """
 
-    def __init__(self, head: Head):
+    def __init__(self, head: Head, factors: Factors | None = None):
         super().__init__()
-        self.head = head
+        self.head, self.factors = head, factors
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Every parameter by name: the head's, and those of factors."""
+        own = dict(self.head.named_parameters())
+        found = self.factors.named_parameters(FACTORS) if self.factors else ()
+        return own | {name: p for name, p in found if "lora_" in name}
+
+    def take(self, tensors: dict[str, Tensor], assign: bool = False) -> None:
+        """Takes over tensors by the names of `weights` and of the head's buffers. assign: these very tensors."""
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{FACTORS}.")}
+        self.head.load_state_dict(own, assign=assign)
+        if self.factors:
+            given = {name.removeprefix(f"{FACTORS}."): t for name, t in tensors.items() if name not in own}
+            self.factors.load_state_dict(given, strict=False, assign=assign)
 
     def forward(self, batch: Any, anchor: Tensor) -> tuple[Tensor, ...]:
+        if self.factors:
+            self.factors.lend()
         loss, *sums = vars(self.head(batch)).values()
         return (loss + 0.0 * anchor, *sums)
 
@@ -58,7 +78,7 @@ class Shards:
 
     def __init__(self, engine: Any, ranks: Ranks):
         self.optimizer, self.ranks = engine.optimizer, ranks
-        named = {name: p for name, p in engine.module.head.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in engine.module.weights().items() if p.requires_grad}
         groups = getattr(self.optimizer, "bit16_groups", None) or getattr(self.optimizer, "bf16_groups", None)
         self.flats: list[Tensor]
         if hasattr(self.optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3 splits each parameter over all processes
@@ -162,22 +182,24 @@ class Snapshot:
     are whole on each process.
     """
 
-    def __init__(self, head: Head):
+    def __init__(self, model: Answer):
         """To be made before the engine starts."""
-        kept: dict[int, Any] = {id(head._lent): head._lent}
-        for tensor in (*head.parameters(), *head.buffers()):
+        self.fixed: dict[str, Tensor] = {}  # in use: what is not trained, as it is without factors
+        kept: dict[int, Any] = {id(model.head._lent): model.head._lent}
+        for tensor in (*model.parameters(), *model.buffers()):
             meta = torch.empty_like(tensor, device="meta")
             kept[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
-        self._twin = copy.deepcopy(head, kept).eval()
+        self._twin = copy.deepcopy(model, kept).eval()
 
     @contextlib.contextmanager
     def of(self, engine: Any, shards: Shards, average: Average | None) -> Iterator[Head]:
-        """The twin with the present weights, or their average, in the precision of training and without gradients.
+        """The head with the present weights, or their average, in the precision of training and without gradients.
+        Factors are merged.
 
         Every process must call it.
         """
         tensors: dict[str, Tensor] = {name: b.detach() for name, b in engine.module.head.named_buffers()}
-        for name, p in engine.module.head.named_parameters():
+        for name, p in engine.module.weights().items():
             if average and name in shards.places:
                 tensors[name] = shards.whole(average.values, name).to(p.dtype)
             elif not hasattr(p, "ds_id"):
@@ -186,12 +208,16 @@ class Snapshot:
                 tensors[name] = shards.whole(shards.flats, name).to(p.dtype)
             else:
                 tensors[name] = _gathered(p)
-        self._twin.load_state_dict(tensors, assign=True)
+        self._twin.take(tensors, assign=True)
+        self.fixed = {name: tensor for name, tensor in tensors.items() if name not in shards.places}
         try:
             with torch.no_grad():
-                yield self._twin
+                if self._twin.factors:
+                    self._twin.head.load_state_dict(self._twin.factors.merged(), strict=False, assign=True)
+                yield self._twin.head
         finally:
             self._twin.to("meta")
+            self.fixed = {}
 
 
 def _gathered(p: nn.Parameter) -> Tensor:

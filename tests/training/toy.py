@@ -164,12 +164,14 @@ def read_head(folder: Path) -> ToyHead:
 
 
 def recipe(**train) -> RecipeConfig:
-    """A recipe for the toy; `seed`, `k`, `logger` and `freeze_lm_head` besides the keys of `train`."""
+    """A recipe for the toy; `seed`, `k`, `logger`, `freeze_lm_head`, `lora` (its rank), `targets` besides the keys of
+    `train`."""
     config = RecipeConfig()
     config.target.device = "cpu"
     config.seed, config.eval.k = train.pop("seed", 7), [train.pop("k", 3)]
     config.logger = train.pop("logger", "none")
     config.head.freeze_lm_head = train.pop("freeze_lm_head", False)
+    config.head.lora.rank, config.head.lora.targets = train.pop("lora", None), train.pop("targets", None)
     defaults = {"batch_tokens": 64, "lr": 5e-3, "precision": "fp32", "steps": 12, "warmup": 0.1, "log_every": 4}
     for key, value in (defaults | train).items():
         if not hasattr(config.train, key):
