@@ -20,7 +20,7 @@ from headtrain.heads.mtp_checkpoint import find
 from headtrain.hub_read import head_folder, hub_id
 from headtrain.importing import eagle, eagle3, medusa, mtp, weights
 from headtrain.importing.foreign import Foreign
-from headtrain.importing.keys import HeadImportError, Keys
+from headtrain.importing.keys import HeadImportError, Keys, rope
 
 FORMATS = {
     "headtrain": "a head of ours, or an export of one",
@@ -33,7 +33,8 @@ FORMATS = {
     "mtp": "the MTP module of a target's own checkpoint",
 }
 MODELOPT = {rule[0] for rule in eagle3.ONLY_NESTED} - {"use_aux_hidden_state", "norm_before_fc"}
-EAGLE3_MARKS = ("midlayer.", "layers.0.hidden_norm.", "d2t")
+FILES = ["config.json", weights.INDEX, "*.safetensors"]
+EAGLE3_MARKS = ("midlayer.", "layers.0.hidden_norm.")
 
 
 @dataclass
@@ -67,28 +68,29 @@ def import_head(
         raise HeadImportError(f"format={format}: unknown; there is auto, {', '.join(FORMATS)}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise HeadImportError(f"out={out} exists; name a new folder")
-    folder = head_folder(place, ["config.json", weights.INDEX])
+    folder = head_folder(place, ["config.json", weights.INDEX])  # no weights yet: it may be a whole target
     config = weights.read_object(folder / "config.json")
     if format == "auto":
         names = weights.listed(folder)
-        if names is None:
-            folder = head_folder(place, ["config.json", "*.safetensors"])
+        if Path(place).exists() or not names:
+            folder = head_folder(place, FILES)
             names = set(weights.stored(folder))
         format = detect(config, names, str(folder))
     if format == "mtp":
         head = mtp.read(place, said)
-        _refuse_unused(taps, engine_version)
+        unused = taps, engine_version
         tensors = {name: tensor.detach().contiguous() for name, tensor in head.portable_tensors().items()}
     else:
-        folder = head_folder(place, ["config.json", weights.INDEX, "*.safetensors"])
+        folder = head_folder(place, FILES)
         f = Foreign(
             Keys(config, str(folder / "config.json"), said), weights.read(weights.stored(folder)), str(folder),
             target or _named_target(config), taps, engine_version, said,
         )  # fmt: skip
         head = _empty(_read(f, format), f)
-        if not head.config.taps or not f.tensors:
-            _refuse_unused(taps, engine_version)
-        tensors = _one_dtype(f)
+        unused, tensors = (f.taps, f.engine_version), _one_dtype(f)
+    for key, value in zip(("taps", "engine_version"), unused, strict=True):
+        if value is not None:
+            raise HeadImportError(f"{key}={value}: nothing of this checkpoint is unclear without it; leave it out")
     _write(out, head, tensors, {"format": format, "head": place if hub_id(place) else folder.name, "said": said})
     return Imported(out, head.config.type, format, said)
 
@@ -104,7 +106,7 @@ def detect(config: dict[str, Any], names: set[str], where: str) -> str:
         return "speculators"
     if medusa.looks_like(names):
         return "medusa"
-    if "fc.weight" in bare:
+    if "fc.weight" in bare or any(name.startswith(EAGLE3_MARKS) for name in bare):
         if MODELOPT & nested.keys():
             return "trtllm"
         if config.get(key) is not None or any("mask_hidden" in name for name in names):
@@ -114,7 +116,10 @@ def detect(config: dict[str, Any], names: set[str], where: str) -> str:
     if type(layers := text.get("num_hidden_layers")) is int and find(names, layers):
         return "mtp"
     seen = ", ".join(sorted(names)[:5])
-    raise HeadImportError(f"{where}: no draft head that is known here; its tensors: {seen} … ({len(names)} in all)")
+    raise HeadImportError(
+        f"{where}: no draft head that is known here (no fc.weight, no Medusa heads, no MTP module); its tensors: "
+        f"{seen} … ({len(names)} in all)"
+    )
 
 
 def _read(f: Foreign, format: str) -> HeadConfig:
@@ -128,9 +133,11 @@ def _read(f: Foreign, format: str) -> HeadConfig:
 
 def _ours(f: Foreign) -> HeadConfig:
     """The config that our own section records; the tensors may have another layout's names."""
-    config = section_config(f.keys.section("headtrain", needed=True).raw, f.keys.where)
-    if f.taps and f.taps != config.taps:
-        raise f.keys.fault("headtrain.taps", f"={config.taps}, not taps={f.taps}")
+    section = f.keys.section("headtrain", needed=True)
+    config = section_config(section.raw, f.keys.where)
+    config.rope = rope(Keys({"rope_parameters": config.rope}, f.keys.where, [], "headtrain."))
+    for key in {"layers", "blocks", *(["unroll"] if config.type == "medusa" else [])} & section.raw.keys():
+        section.whole(key, most=len(f.tensors))
     if config.type in ("eagle3", "peagle"):
         eagle3.rename(f, vars(config))
         eagle3.settle(f, config)
@@ -151,19 +158,13 @@ def _named_target(config: dict[str, Any]) -> str | None:
     return base if isinstance(base, str) else None
 
 
-def _refuse_unused(taps: list[int] | None, engine_version: str | None) -> None:
-    for key, value in (("taps", taps), ("engine_version", engine_version)):
-        if value is not None:
-            raise HeadImportError(f"{key}={value}: such a head reads no taps; leave it out")
-
-
 def _empty(config: HeadConfig, f: Foreign) -> Head:
     """A head of this config without storage, against which the tensors are checked."""
     try:
         with torch.device("meta"):
             head = head_class(config.type)(config)
             wanted = head.portable_tensors()
-    except (RuntimeError, ValueError, TypeError, KeyError, ZeroDivisionError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError, ArithmeticError, AttributeError) as error:
         raise f.keys.fault("", f" describes no head that can be built ({error})") from error
     turned = [n for n, t in f.tensors.items() if n in wanted and t.shape != wanted[n].shape == t.shape[::-1]]
     if turned:

@@ -21,9 +21,13 @@ def read(f: Foreign) -> EagleConfig:
     settle(f)
     f.said.append("unroll 1, as in the paper: no checkpoint says how deep training unrolled")
     vocab = sizes["vocab_size"]
+    biased = bool(f.tensors["fc.bias"].any()) if "fc.bias" in f.tensors else False
+    if biased:
+        f.said.append("fc has a bias: SGLang and the original code add it, vLLM ignores it and would draft otherwise")
     return EagleConfig(
-        **sizes, draft_vocab_size=vocab, unroll=1, freeze_lm_head=True, logit_scale=logit_scale(f.target)
-    )
+        **sizes, draft_vocab_size=vocab, unroll=1, freeze_lm_head=True, logit_scale=logit_scale(f.target),
+        fc_bias=biased,
+    )  # fmt: skip
 
 
 def settle(f: Foreign) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +48,7 @@ class Keys:
         return self._take(key, default, lambda v: type(v) is int and 1 <= v <= most, kind)
 
     def number(self, key: str, default: Any = NEEDED) -> float:
-        fits = lambda v: type(v) in (int, float) and math.isfinite(v) and v > 0  # noqa: E731
+        fits = lambda v: type(v) in (int, float) and 0 < v <= 2**53  # noqa: E731
         return self._take(key, default, fits, "a number above 0")
 
     def flag(self, key: str, default: bool | None) -> bool | None:

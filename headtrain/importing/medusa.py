@@ -30,17 +30,33 @@ def read(f: Foreign) -> MedusaConfig:
         raise f.fault("blocks.0.layers.0.weight or lm_heads.0.weight is missing (0.0.linear.weight, 0.1.weight)")
     found = [OURS.fullmatch(name) for name in f.tensors]
     heads, blocks = (1 + max(int(match[n]) for match in found if match) for n in (1, 2))
+    if heads * blocks > len(f.tensors):
+        raise f.fault(f"the last of its tensors is of head {heads} and block {blocks}, and many before it are missing")
     _counts(f, heads, blocks)
-    draft, hidden = rows.shape
+    (draft, width), hidden = rows.shape, len(first)
+    if width != hidden:
+        raise f.fault(f"lm_heads.0.weight has shape {[draft, width]}, not {hidden} columns")
     vocab = keys.whole("vocab_size", None) or (draft if "token_map" not in f.tensors else f.target.config.vocab_size)
-    shared = heads > 1 and "lm_heads.1.weight" not in f.tensors
     sizes = {"vocab_size": vocab, "target_hidden_size": hidden}
     config = MedusaConfig(
         hidden_size=hidden, draft_vocab_size=draft, unroll=heads, blocks=blocks,
-        share_lm_head=keys.flag("original_lm_head", None) or shared, **sizes, **f.made_for_target(sizes),
+        share_lm_head=_shared(f, heads), **sizes, **f.made_for_target(sizes),
     )  # fmt: skip
     settle(f, config)
     return config
+
+
+def _shared(f: Foreign, heads: int) -> bool:
+    """Whether there is one lm_head for all heads; copies of it, one for each, are taken out."""
+    copies = [f.tensors.get(f"lm_heads.{n}.weight") for n in range(heads)]
+    if f.keys.flag("original_lm_head", None):
+        return True
+    if heads == 1 or not all(copy is not None and torch.equal(copy, copies[0]) for copy in copies):
+        return False
+    for n in range(1, heads):
+        del f.tensors[f"lm_heads.{n}.weight"]
+    f.said.append("all heads have the same lm_head: kept once")
+    return True
 
 
 def settle(f: Foreign, config: MedusaConfig) -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from headtrain.engines import TESTED_VERSIONS, TapsError, check_taps, default_taps, taps_from_ids
+from headtrain.engines import (
+    SGLANG_FIRST_IS_1_SINCE,
+    TESTED_VERSIONS,
+    TapsError,
+    check_taps,
+    default_taps,
+    release,
+    sglang_numbering,
+    taps_from_ids,
+)
 from headtrain.importing.foreign import Foreign
 from headtrain.importing.keys import HeadImportError
 
@@ -15,21 +24,23 @@ def settle_taps(f: Foreign, count: int, dialect: str) -> list[int]:
 
     HeadImportError where the ids mean different taps to different readers and nothing says which are meant.
     """
-    layers, taps = f.target.config.num_hidden_layers, f.taps
+    layers = f.target.config.num_hidden_layers
+    given, f.taps = f.taps, None
+    where = f"{f.keys.where}: {KEY}" if given is None else "taps"
     try:
-        taps = check_taps(taps, layers) if taps is not None else _from_ids(f, layers, dialect)
+        taps = _from_ids(f, layers, dialect) if given is None else check_taps(given, layers)
     except TapsError as error:
-        key = f"taps={taps}" if f.taps else f"{f.keys.where}: {KEY}"
-        raise HeadImportError(f"{key}: {error}") from error
+        raise HeadImportError(f"{where}: {error}") from error
     if len(taps) != count:
         raise f.fault(f"fc.weight reads {count} layers of the target, but the taps are {taps}; give taps=[…]")
+    f.said.append(f"taps {taps} of {layers} layers" + ("" if given is None else ", as given"))
     return taps
 
 
 def _from_ids(f: Foreign, layers: int, dialect: str) -> list[int]:
     top, nested = f.keys.ids(KEY), f.keys.section("eagle_config").ids(KEY)
     if nested is None and top is None:
-        f.said.append(f"taps {default_taps(layers)}: no {KEY} in config.json, and every engine's default")
+        f.said.append(f"{KEY} is not in config.json: the default taps of every engine")
         return default_taps(layers)
     if dialect == "trtllm" and nested is not None:
         return taps_from_ids("tensorrt_llm", nested, layers)
@@ -58,29 +69,23 @@ def _readings(ids: list[int], layers: int) -> dict[str, list[int] | None]:
 
 def _nested(f: Foreign, ids: list[int], layers: int, dialect: str) -> list[int]:
     """Taps of ids that stand in eagle_config alone, where SGLang looks for them."""
-    found = _readings(ids, layers)
-    always, sometimes = found[ALWAYS], found[SOMETIMES]
-    if always is None and sometimes is None:
-        return taps_from_ids(ALWAYS, ids, layers)  # says what is wrong with them
-    if f.engine_version is not None:
-        if f.engine_version != TESTED_VERSIONS["sglang"]:
-            raise HeadImportError(
-                f"engine_version={f.engine_version}: known is that SGLang {TESTED_VERSIONS['sglang']} adds 1 to every "
-                "id; say which taps are meant with taps=[…]"
-            )
-        return taps_from_ids(ALWAYS, ids, layers)
     if dialect == "vllm":
-        always, sometimes = taps_from_ids("vllm", ids, layers), None
-        f.said.append(f"taps {always}: eagle_config.{KEY} as vLLM's older runner reads it; its newer one does not")
+        f.said.append(f"eagle_config.{KEY}={ids} is read as by vLLM's older runner; its newer one ignores it")
+        return taps_from_ids("vllm", ids, layers)
+    if f.engine_version is not None:
+        version, f.engine_version = f.engine_version, None
+        release(version)
+        return taps_from_ids(sglang_numbering(version, f.target.config.model_type), ids, layers)
+    always, sometimes = _readings(ids, layers).values()
     if always and sometimes and always != sometimes:
         raise f.keys.fault(
             f"eagle_config.{KEY}",
-            f"={ids} is ambiguous: taps {always} where 1 is added to every id (SGLang {TESTED_VERSIONS['sglang']}, "
-            f"TensorRT-LLM), taps {sometimes} where 1 is added only if the first id is 1 (other SGLang releases, and "
-            f"vLLM); settle it with taps={_list(always)} or taps={_list(sometimes)}, or with "
-            f"engine_version={TESTED_VERSIONS['sglang']} for the former",
+            f"={ids} is ambiguous: taps {always} where 1 is added to every id (TensorRT-LLM, and SGLang but for "
+            f"DeepSeek-like targets from {SGLANG_FIRST_IS_1_SINCE} on), taps {sometimes} where 1 is added only if the "
+            f"first id is 1 (there) or never (vLLM); settle it with taps={_list(always)} or taps={_list(sometimes)}, "
+            f"or with the SGLang release it was made for, engine_version={TESTED_VERSIONS['sglang']}",
         )
-    return always or sometimes
+    return always or sometimes or taps_from_ids(ALWAYS, ids, layers)  # the last says what is wrong with them
 
 
 def _list(taps: list[int]) -> str:

@@ -34,8 +34,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds."""
     try:
         content = json.loads(inside(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise HeadImportError(f"{path.parent}: {path.name} is missing; give the folder of a head") from None
+    except OSError as error:
+        raise HeadImportError(f"{path}: cannot be opened ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise HeadImportError(f"{path}: not valid JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
@@ -43,9 +45,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def listed(folder: Path) -> set[str] | None:
-    """The tensor names of the folder's index; None where there is no index."""
-    return set(_weight_map(folder)) if (folder / INDEX).is_file() else None
+def listed(folder: Path) -> set[str]:
+    """The tensor names of the folder's index; none where there is no index."""
+    return set(_weight_map(folder)) if (folder / INDEX).is_file() else set()
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -56,10 +58,10 @@ def stored(folder: Path) -> dict[str, Stored]:
     if (folder / WEIGHTS).is_file() and WEIGHTS not in files.values():
         raise HeadImportError(f"{folder}: {INDEX} does not name {WEIGHTS}, which lies beside it; remove one of them")
     found: dict[str, Stored] = {}
+    if gone := sorted(name for name in set(files.values()) if not (folder / name).is_file()):
+        raise HeadImportError(f"{folder / INDEX}: names {gone[0]}, which is not there; copy the folder again")
     for name in sorted(set(files.values())):
         file = folder / name
-        if not file.is_file():
-            raise HeadImportError(f"{folder / INDEX}: names {name}, which is not there; copy the folder again")
         for tensor, place in _header(file).items():
             if tensor in found:
                 raise HeadImportError(f"{folder}: tensor {tensor} is in {found[tensor].file.name} and in {name}")
@@ -144,8 +146,11 @@ def _is_pickle(made: Path, files: list[Path]) -> HeadImportError:
 def _header(file: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
-    with open(inside(file), "rb") as handle:
-        start = handle.read(64)
+    try:
+        with open(inside(file), "rb") as handle:
+            start = handle.read(64)
+    except OSError as error:
+        raise HeadImportError(f"{file}: cannot be opened ({error.strerror})") from error
     if start[8:9] != b"{" and start[:1] in (b"P", b"\x80"):  # a zip, as torch.save writes it, or a bare pickle
         raise _is_pickle(file.with_name(WEIGHTS), [file])
     if start.startswith(b"version https://git-lfs"):
