@@ -15,8 +15,8 @@ from pathlib import Path
 
 TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23", "tensorrt_llm": "1.2", "llama_cpp": "b11434"}
 EXPORT_FORMATS = {  # format: the engine whose releases it is about, None where there is no engine
-    "eagle": None, "medusa": None, "mtp": None, "sglang": "sglang", "speculators": None, "trtllm": "tensorrt_llm",
-    "vllm": "vllm",
+    "eagle": None, "gguf": "llama_cpp", "medusa": None, "mtp": None, "sglang": "sglang", "speculators": None,
+    "trtllm": "tensorrt_llm", "vllm": "vllm",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class TapsError(ValueError):
 
 def release(text: str) -> tuple[int, ...]:
     """A release's numbers, for comparing: "0.32.0" -> (0, 32, 0), "b11434" -> (11434,). ValueError for other texts."""
-    found = re.fullmatch(r"[bv]?(\d+(?:\.\d+)*)([.+-]?[a-z].*)?", text)
+    found = re.fullmatch(r"[bv]?(\d+(?:\.\d+)*)(?:\.?(?:a|b|rc|post|dev)\d*)*(?:\+[\w.]+)?", text)
     if not found:
         raise ValueError(f"engine_version={text}: this is no release, such as 0.32.0")
     return tuple(map(int, found[1].split(".")))

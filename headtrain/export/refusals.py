@@ -15,6 +15,10 @@ def check_heads(kind: str | None, format: str, version: str | None = None) -> No
     """ExportError where the format, or a release of its engine, takes no heads of a type."""
     if kind not in NAMES:
         raise ExportError(f"head.type={kind}: no such type of head is exported; there is: {', '.join(NAMES)}")
+    if version and EXPORT_FORMATS[format] is None:
+        raise ExportError(f"engine_version={version}: format={format} is of no engine; leave it out")
+    if version:
+        release(version)  # ValueError
     reason = _reason(kind, format)
     if isinstance(reason, dict):  # some releases take it
         served = version or TESTED_VERSIONS[EXPORT_FORMATS[format]]
@@ -54,10 +58,15 @@ def versions(text: str | None, formats: list[str]) -> dict[str, str]:
     return found
 
 
-def check_plan(kind: str, formats: list[str], engine_version: str | None) -> None:
+def check_plan(kind: str, formats: list[str], engine_version: str | None, target: str | None = None) -> None:
     """ExportError where a run could not be exported as it is asked to, before it has begun."""
     of = versions(engine_version, formats)
     for format in formats:
         if format not in EXPORT_FORMATS:
             raise ExportError(f"export format {format!r} is unknown; there is: {', '.join(EXPORT_FORMATS)}")
         check_heads(kind, format, of.get(format))
+        if format == "gguf" and not (target or "").endswith(".gguf"):
+            raise ExportError(
+                f"export.formats: gguf needs the target's GGUF file, and target.model is {target}; leave it out, and write "
+                "it afterwards with `headtrain export format=gguf target=TARGET.gguf`"
+            )
