@@ -54,10 +54,10 @@ COMMANDS = {
         "a head's folder to the layout of a serving engine", False,
         {
             "head": "the head's folder (needed)",
-            "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; mtp: the target's "
-            "checkpoint with a trained MTP module (needed)",
+            "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; gguf: llama.cpp; "
+            "mtp: the target's checkpoint with a trained MTP module (needed)",
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
-            "target": "the target's name in commands and configs (default: of the head's run)",
+            "target": "the target's name in commands; for format=gguf its GGUF file (default: of the head's run)",
             "engine_version": "release of the engine that will serve it (default: the one the check was written for)",
             "dtype": "of the weights: bfloat16 (default), float16 or float32",
         },

@@ -42,7 +42,7 @@ def fit(config: RecipeConfig) -> None:
     from headtrain.export import hub
     from headtrain.export.refusals import check_plan
 
-    check_plan(config.head.type, config.export.formats, config.export.engine_version)
+    check_plan(config.head.type, config.export.formats, config.export.engine_version, config.target.model)
     stages = [stage for stage in identity.STAGES if stage != "export" or config.export.formats]
     with opened(config) as job:
         asked = job.config.push

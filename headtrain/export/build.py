@@ -91,7 +91,7 @@ def layout_faults(head: HeadFolder, layout: Layout) -> list[str]:
     own = faults(layout.contract, layout.config, layout.tensors)
     if found:  # a faulty tensor is named once, as the head has it
         own = [line for line in own if line.startswith("config.json")]
-    return found + own
+    return found + own + layout.faults
 
 
 def head_faults(head: HeadFolder, info: dict[str, Any]) -> list[str]:

@@ -49,6 +49,8 @@ class Layout:
     weights: str = "model.safetensors"
     files: dict[str, Callable[[int], str]] = field(default_factory=dict)  # further texts of the folder, of K
     notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what the contract does not know
+    write: Callable[[Path, Layout], None] | None = None  # writes all of it to a file; None: safetensors, config.json
 
 
 def read_head(path: Path) -> HeadFolder:
@@ -75,11 +77,15 @@ def write_folder(out_dir: Path, layout: Layout, texts: dict[str, str]) -> Path:
     from safetensors.torch import save_file
 
     config = layout.config if layout.ours else {k: v for k, v in layout.config.items() if k != "headtrain"}
-    texts = texts | {"config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n"}
+    if not layout.write:
+        texts = texts | {"config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n"}
     check_place(out_dir, {*texts, layout.weights, "manifest.json"})
     with replacing(out_dir) as part:
-        tensors = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
-        save_file(tensors, part / layout.weights, metadata={"format": "pt"})
+        if layout.write:
+            layout.write(part / layout.weights, layout)
+        else:
+            tensors = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
+            save_file(tensors, part / layout.weights, metadata={"format": "pt"})
         (part / layout.weights).chmod(0o644)  # safetensors makes it readable by its owner only
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")

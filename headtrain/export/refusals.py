@@ -67,6 +67,6 @@ def check_plan(kind: str, formats: list[str], engine_version: str | None, target
         check_heads(kind, format, of.get(format))
         if format == "gguf" and not (target or "").endswith(".gguf"):
             raise ExportError(
-                f"export.formats: gguf needs the target's GGUF file, and target.model is {target}; leave it out, and write "
-                "it afterwards with `headtrain export format=gguf target=TARGET.gguf`"
+                f"export.formats: gguf needs the target's GGUF file, and target.model is {target}; leave it out, and "
+                "afterwards call `headtrain export format=gguf target=TARGET.gguf`"
             )
