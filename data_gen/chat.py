@@ -206,14 +206,17 @@ def _made_up(tail: Any, whole: str, content: str) -> str:
 
     It is one when the same answer with a thought is printed in the same frame.
     """
-    before, mark, _ = tail(content=MARK + content).partition(MARK)
+    def probe(**changes: Any) -> str:
+        try:
+            return tail(**changes)
+        except Reject:  # the generation prompt ends the thought already
+            return ""
+
+    before, mark, _ = probe(content=MARK + content).partition(MARK)
     if not mark or not before.strip() or not whole.startswith(before):
         return ""
     for changes in ({"reasoning_content": MARK}, {"content": f"<think>\n{MARK}\n</think>\n\n{content}"}):
-        try:
-            thinking = tail(**changes)
-        except Reject:  # the generation prompt ends the thought already
-            continue
+        thinking = probe(**changes)
         if MARK in thinking and "".join(thinking.replace(MARK, "").split()) == "".join(whole.split()):
             return before
     return ""
