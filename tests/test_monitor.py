@@ -31,14 +31,15 @@ def vllm(drafts, positions, generated=None, model="org/model", engine="0", runni
     return "\n".join(rows)
 
 
-def sglang(tau, rate, generated, throughput=500.0, model="org/model", running=1, ranks=("0",)):
-    """Metrics as SGLang publishes them: gauges of the last interval, one copy per tensor-parallel rank."""
+def sglang(tau, rate, generated, throughput=500.0, model="org/model", running=1, ranks=("0",), verified=None):
+    """Metrics as SGLang publishes them: gauges of the last interval, and counts, one copy per tensor-parallel rank."""
     rows = []
     for rank in ranks:
         labels = f'engine_type="unified",model_name="{model}",pp_rank="0",tp_rank="{rank}"'
         values = {"spec_accept_length": tau, "spec_accept_rate": rate, "gen_throughput": throughput}
         values["num_running_reqs"] = running
         rows += [f"sglang:{name}{{{labels}}} {value}" for name, value in values.items()]
+        rows += [f"sglang:spec_verify_calls_total{{{labels}}} {verified}"] if verified is not None else []
     rows.append(f'sglang:generation_tokens_total{{model_name="{model}"}} {generated}')
     return "\n".join([*rows, ""])
 
@@ -197,8 +198,13 @@ def test_after_a_restart_counters_count_from_zero(created):
 
 
 def test_sglangs_gauges_are_read_once_though_every_rank_publishes_them():
-    found = between(sglang(2.5, 0.5, 1000), sglang(2.8, 0.6, 9000, throughput=812.5, ranks=("0", "1", "2", "3")))
+    ranks = ("0", "1", "2", "3")
+    found = between(
+        sglang(2.5, 0.5, 1000, ranks=ranks, verified=400),
+        sglang(2.8, 0.6, 9000, throughput=812.5, ranks=ranks, verified=700),
+    )
     assert (found.tau, found.rate, found.k, found.tokens_per_s, found.running) == (2.8, 0.6, 3, 812.5, 1)
+    assert found.drafts == 300
 
 
 def test_an_idle_sglang_says_nothing_of_acceptance_though_its_gauges_stay():
