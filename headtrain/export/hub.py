@@ -19,7 +19,7 @@ from headtrain.configload import read_yaml
 from headtrain.export import ExportError
 from headtrain.export.model_card import Facts, card, commit_message, local_target, name_of, read_licence
 from headtrain.files import read_json, sha256_file
-from headtrain.identity import hub_errors
+from headtrain.hub_read import hub_errors
 from headtrain.privacy import mask_logs, masked, public, secrets
 
 LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")

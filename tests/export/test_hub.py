@@ -218,6 +218,7 @@ def test_a_fault_that_passes_is_waited_for_and_the_upload_is_whole(pattern, faul
     ("POST .*/preupload/", 403, 1, "may not write there"), ("PUT /lfs", 403, 1, "may not write there"),
     ("POST .*/commit/", 403, 1, "may not write there"), ("POST .*/commit/", 401, 1, "does not accept the token"),
     ("GET /api/whoami", 500, pushing.TRIES, "cannot do it now"), ("PUT /lfs", 500, 6, "cannot do it now"),
+    ("POST .*/preupload/", 503, 6, "cannot do it now"), ("POST .*/objects/batch", 500, 6, "cannot do it now"),
     ("PUT /lfs", "cut", 6, "cannot be reached"), ("POST .*/commit/", 503, pushing.TRIES, "cannot do it now"),
 ])  # fmt: skip
 def test_a_fault_that_stays_ends_with_a_clear_error_after_few_tries_and_the_next_push_goes_on(
