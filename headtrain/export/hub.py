@@ -23,7 +23,8 @@ from headtrain.hub_read import hub_errors
 from headtrain.privacy import mask_logs, masked, public, secrets
 
 LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-OURS = ("README.md", "config.json", "model.safetensors", "report.json", "report.html", *LICENCES)
+REPORT = ("report.json", "report.html")
+OURS = ("README.md", "config.json", "model.safetensors", *REPORT, *LICENCES)
 TRIES = 5
 PASSING = (408, 429, 500, 502, 503, 504)  # what the Hub answers when it is worth asking again
 
@@ -134,7 +135,8 @@ def _facts(head: Path, report: Path, needed: bool) -> Facts:
     if not isinstance(config, dict) or not isinstance(config.get("headtrain"), dict):
         raise ExportError(f"{head / 'config.json'} has no `headtrain` section, so this is no head of headtrain's")
     settings = head.parent / "config.yaml"
-    facts = Facts(config, recipe=read_yaml(settings) if settings.is_file() else {})
+    trained = settings.is_file() and (head.parent / "training").is_dir()  # else an evaluation's, which did not make it
+    facts = Facts(config, recipe=read_yaml(settings) if trained else {})
     if not report.is_file():
         if needed:
             raise ExportError(f"report={report}: no such file")
@@ -199,7 +201,7 @@ def _refuse_leaks(files: dict[str, Content], roots: list[Path]) -> None:
 def push(head: Path, asked: PushConfig, report: Path | None = None) -> str:
     """Uploads a head's files in one commit, or with push.dry_run only lists them; returns what to tell the user.
 
-    Files that the repository has already are not sent again; its files of an earlier head that this one lacks go.
+    Files that the repository has already are not sent again; an earlier head's report goes where this one has none.
     """
     mask_logs()
     branch = asked.revision or "main"
@@ -230,7 +232,7 @@ def _upload(files: dict[str, Content], asked: PushConfig, message: str) -> tuple
     if asked.revision:
         retried(lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     before = retried(lambda: api.model_info(repo, revision=branch))
-    old = [file.rfilename for file in before.siblings or [] if file.rfilename in OURS and file.rfilename not in files]
+    old = [file.rfilename for file in before.siblings or [] if file.rfilename in REPORT and file.rfilename not in files]
 
     def once() -> Any:
         # Anew in each try: a commit whose answer was lost is seen to be there, and not made twice.

@@ -14,15 +14,18 @@ from typing import Any
 import yaml
 
 from headtrain.config import BY_DEPTH, KINDS
-from headtrain.engines import EXPORT_FORMATS, SERVING, TESTED_VERSIONS, servable_name, serve_command, sglang_rules_agree
+from headtrain.engines import EXPORT_FORMATS, TESTED_VERSIONS, servable_name, serve_command, sglang_rules_agree
 from headtrain.export import ExportError
 from headtrain.export.refusals import check_heads, newest
 from headtrain.files import locate
 from headtrain.privacy import masked
 
 RECIPE = ("target", "data", "head", "train", "eval", "seed")  # the sections that made and measured the head
-FORMATS = {format: engine for format, engine in EXPORT_FORMATS.items() if engine in SERVING}
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+FORMATS = {format: engine for format, engine in EXPORT_FORMATS.items() if engine}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "llama_cpp": "llama.cpp"}
+READ_BY = {  # settings of a head that not every engine reads
+    "norm_before_residual": ("vllm", "llama_cpp"), "norm_output": ("vllm", "sglang", "tensorrt_llm"),
+}  # fmt: skip
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -209,12 +212,14 @@ def _machine(report: dict[str, Any]) -> str:
 
 def _data(facts: Facts) -> list[str]:
     section = facts.recipe.get("data") or {}
-    data = (facts.report or {}).get("data") or {}
+    report = facts.report or {}
+    trained = (report.get("training") or {}).get("steps") is not None  # else the report is an evaluation's alone
+    data = (report.get("data") or {}) if trained else {}
     sources = data.get("sources") or [item.get("source") for item in section.get("prompts") or []]
     backend = (section.get("responses") or {}).get("backend", "local")
     on_policy = data.get("on_policy", backend != "given") if sources else None
     if not sources:
-        return ["## Data", "Unknown: the head lies in no run folder, and no report says what it was trained on."]
+        return ["## Data", "Unknown: neither the run that trained the head nor its report is beside it."]
     whose = "the target's own answers (on-policy)" if on_policy else "the answers that the data came with (off-policy)"
     lines = [f"- prompts from: {', '.join(name_of(source) for source in sources)}", f"- responses: {whose}"]
     if known(data.get("responses_used")):
@@ -270,8 +275,12 @@ def _serving(facts: Facts, repo: str) -> list[str]:
     refused = []
     for format, engine in FORMATS.items():
         name, release, why = ENGINES[engine], newest(kind, format), _refusal(kind, format)
-        if facts.ours.get("norm_before_residual") and format != "vllm":
-            release, why = None, "it does not read norm_before_residual, which this head has"
+        for key, engines in READ_BY.items():
+            if facts.ours.get(key) and engine not in engines:
+                release, why = None, f"it does not read {key}, which this head has"
+        taps = facts.ours.get("taps") or []
+        if engine == "llama_cpp" and release and (len(taps) != 3 or taps[-1] == facts.ours.get("target_layers")):
+            release, why = None, f"it reads three taps, none after the last block; this head has {taps}"
         if release:
             note = f" ({why})" if why else ""
             out.append(f"{name} {release}{note}:\n\n```\n{_commands(facts, engine, target, repo)}\n```")
@@ -298,12 +307,13 @@ def _commands(facts: Facts, engine: str, target: str, repo: str) -> str:
     if ours["type"] == "mtp":
         return serve_command(engine, "FOLDER", None, k, head_type="mtp")
     fixed: dict[str, Any] = {"head_type": ours["type"], "taps": taps, "layers": layers}
-    as_is = engine != "sglang" or (taps and layers and sglang_rules_agree(taps, layers))
-    if as_is:
+    made = f"hf download {repo} --local-dir head\nheadtrain export head=head out=served format="
+    if engine == "llama_cpp":
+        return f"{made}gguf target=TARGET.gguf  # with that file's tokenizer; served/README.md says how to serve it"
+    if engine != "sglang" or (taps and layers and sglang_rules_agree(taps, layers)):
         return serve_command(engine, target, repo, k, **fixed)
     release = f" engine_version={TESTED_VERSIONS[engine]}" * bool(taps)
-    made = f"hf download {repo} --local-dir head\nheadtrain export head=head format={engine} out=served{release}"
-    return f"{made}\n{serve_command(engine, target, 'served', k, **fixed)}"
+    return f"{made}sglang{release}\n{serve_command(engine, target, 'served', k, **fixed)}"
 
 
 def _limits(facts: Facts) -> list[str]:

@@ -44,7 +44,7 @@ def result(drafter: str = "head", **more: Any) -> dict[str, Any]:
 def make_report(mark: str, results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     report = {
         "schema_version": 2, "run": "RUN_DIR", "heads": [{"id": "head", "type": "eagle3", "sha256": mark}],
-        "target": {"model": "lab/Target-1B"}, "results": results, "warnings": [],
+        "target": {"model": "lab/Target-1B"}, "results": results, "warnings": [], "training": {"steps": 900},
         "data": {
             "on_policy": True, "sources": ["chats.jsonl", "package:talks/t.json"], "responses_used": 20000,
             "response_tokens": 5_000_000, "stages": {"prompts": {"left_out": {"too long": 7}}},

@@ -76,9 +76,11 @@ def test_a_second_push_sends_nothing_new_and_makes_no_commit(push, hub, run):
 def test_the_report_of_an_earlier_head_goes_when_the_new_one_has_none(push, hub, run):
     hub.log_in()
     push()
+    by_hand = {"LICENSE": b"put there by hand"}
+    hub.repos["ann/mine"].commit("main", "a licence", hub.repos["ann/mine"].at("main")[2] | by_hand)
     weights = run / "head" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"1234")
-    assert push()[0] == 0 and set(hub.files("ann/mine")) == FILES - {"report.json", "report.html"}
+    assert push()[0] == 0 and set(hub.files("ann/mine")) == FILES - {"report.json", "report.html"} | {"LICENSE"}
     assert "there is no report about these weights" in hub.files("ann/mine")["README.md"].decode()
     assert hub.messages("ann/mine")[-1] == "EAGLE-3 head, not measured"
 

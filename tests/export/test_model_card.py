@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -111,7 +112,16 @@ def test_without_a_run_folder_the_card_says_that_data_and_recipe_are_unknown(run
     for path in (run / "config.yaml", run / "report" / "report.json"):
         path.unlink()
     text = parts(card_of(run))[1]
-    assert "Unknown: the head lies in no run folder" in section(text, "Data") and "## Recipe" not in text
+    assert "Unknown: neither the run" in section(text, "Data") and "## Recipe" not in text
+
+
+def test_settings_and_data_of_an_evaluation_alone_are_not_taken_for_those_the_head_was_made_with(run, hub, made):
+    made.report(run, [made.result()], training={"steps": None})
+    said = section(parts(card_of(run))[1], "Data")
+    assert "chats.jsonl, package:talks/t.json" in said and "20,000" not in said, "of the run's config, not the report"
+    shutil.rmtree(run / "training")
+    text = parts(card_of(run))[1]
+    assert "Unknown: neither the run" in section(text, "Data") and "## Recipe" not in text and "2.50" in text
 
 
 def test_the_recipe_is_whole_but_for_what_only_this_machine_has(run, hub, made):
@@ -185,12 +195,14 @@ def test_an_adapter_of_the_target_is_named_and_is_a_base_model_too(run, hub, mad
 # ------------------------------------------------------------------------------------------------ every kind of head
 
 
+OTHERS = ["SGLang", "TensorRT-LLM", "llama.cpp"]
 COMMANDS = {  # what stands in the commands of a kind, and which engines are refused by name
-    "eagle": (["vllm serve lab/Target-1B", '"method": "eagle"', "format=sglang out=served"], ["TensorRT-LLM"]),
-    "eagle3": (['"model": "ann/mine"', "EAGLE3 --speculative-draft-model-path ann/mine", "decoding_type: Eagle3"], []),
-    "medusa": (["vLLM 0.32.0", '"method": "medusa"', '"num_speculative_tokens": 3'], ["SGLang", "TensorRT-LLM"]),
-    "mtp": (["vllm serve FOLDER", '"method": "mtp"', "headtrain export", "decoding_type: MTP"], []),
-    "peagle": (['"parallel_drafting": true'], ["SGLang", "TensorRT-LLM"]),
+    "eagle": (["vllm serve lab/Target-1B", '"method": "eagle"', "out=served format=sglang"], OTHERS[1:]),
+    "eagle3": (['"model": "ann/mine"', "EAGLE3 --speculative-draft-model-path ann/mine", "decoding_type: Eagle3",
+                "out=served format=gguf target=TARGET.gguf"], []),
+    "medusa": (["vLLM 0.32.0", '"method": "medusa"', '"num_speculative_tokens": 3'], OTHERS),
+    "mtp": (["vllm serve FOLDER", '"method": "mtp"', "headtrain export", "decoding_type: MTP"], ["llama.cpp"]),
+    "peagle": (['"parallel_drafting": true'], OTHERS),
 }
 
 
@@ -202,8 +214,8 @@ def test_a_head_of_every_kind_gets_a_card_with_commands_that_fit_it(kind, kinds,
     said, (wanted, refused) = section(text, "Serving"), COMMANDS[kind]
     assert "headtrain eval head=ann/mine target=lab/Target-1B" in said
     assert all(word in said for word in wanted), said
-    assert [line[2:].split(":")[0] for line in said.splitlines() if line.startswith("- ")] == refused
-    assert said.count("```") == 2 * (4 - len(refused))
+    assert sorted(line[2:].split(":")[0] for line in said.splitlines() if line.startswith("- ")) == refused
+    assert said.count("```") == 2 * (5 - len(refused))
     assert commit_message(facts) == f"{KINDS[kind]} head, not measured"
     assert set(files) == {"README.md", "config.json", "model.safetensors"}
 
@@ -212,10 +224,16 @@ def test_engines_that_do_not_read_a_setting_of_the_head_get_no_command(run, hub,
     made.head(run, norm_before_residual=True)
     said = section(parts(card_of(run))[1], "Serving")
     assert "vllm serve" in said and "- SGLang: it does not read norm_before_residual" in said and "sglang." not in said
+    made.head(run, norm_output=True)
+    said = section(parts(card_of(run))[1], "Serving")
+    assert "- llama.cpp: it does not read norm_output" in said and "sglang.launch_server" in said
+    for taps in ([2, 4, 8], [2, 4, 5, 6]):
+        made.head(run, taps=taps)
+        assert f"- llama.cpp: it reads three taps, none after the last block; this head has {taps}" in card_of(run)
 
 
 def test_taps_that_releases_count_in_two_ways_are_exported_for_a_release_first(run, hub, made):
     made.head(run, taps=[3, 4, 5])
     said = section(parts(card_of(run))[1], "Serving")
-    assert "headtrain export head=head format=sglang out=served engine_version=" in said
+    assert "headtrain export head=head out=served format=sglang engine_version=" in said
     assert "eagle3_layers_to_capture: [2, 3, 4]" in said
