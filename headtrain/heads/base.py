@@ -242,7 +242,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         selected = _choose(head.config.draft_vocab_size, parts, supervised_V, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
-        head.marks = start_marks(head)
+        head.marks = {} if section.lora.rank else start_marks(head)  # factors leave most matrices as they are
     head.attach(embedding, lm_head)
     head.rules, head.logit_scale = recipe.train, logit_scale(parts)
     head.softcap = getattr(parts.config, "final_logit_softcapping", None)
