@@ -157,8 +157,8 @@ def temper(head: Eagle3Head, sample: Batch) -> None:
     """Scales the final norm so that the training loss is lowest: raw, the head is far too sure of its drafts."""
     rows = int(torch.searchsorted(sample.cu_R1, TEMPERED, right=True)) - 1 or 1
     length = int(sample.cu_R1[rows])
-    parts = {f.name: getattr(sample, f.name) for f in fields(sample)}
-    parts |= {name: value[:length] for name, value in parts.items() if name.endswith(("_N", "_NT", "_NAT"))}
+    parts, ends = {f.name: getattr(sample, f.name) for f in fields(sample)}, ("_N", "_NT", "_NAT")
+    parts |= {name: value[:length] for name, value in parts.items() if value is not None and name.endswith(ends)}
     begin = Batch(**parts | {"cu_R1": sample.cu_R1[: rows + 1]}).to(sample.taps_NAT.device, torch.float32)
     head.to(sample.taps_NAT.device)
     weight_H, losses = head.norm.weight.clone(), []
