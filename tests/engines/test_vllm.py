@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -21,29 +22,46 @@ from headtrain.config import HeadSection, RecipeConfig, TargetConfig
 pytestmark = pytest.mark.engines
 
 K = 4
-HEADS = {  # name: target, head, how vLLM is told
-    "EAGLE-3": ("llama", HeadSection("eagle3"), {"method": "eagle3"}),
-    "EAGLE-3, draft vocabulary": ("llama", HeadSection("eagle3", draft_vocab=100), {"method": "eagle3"}),
-    "EAGLE-3, four taps, norm_output": (
-        "llama", HeadSection("eagle3", taps=[1, 3, 5, 8], norm_output=True), {"method": "eagle3"},
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str  # of the target
+    section: HeadSection
+    method: str
+    parallel: bool = False
+    before_norm: bool = False  # vLLM feeds the module's state back from before its norm
+
+
+HEADS = {
+    "EAGLE-3": Case("llama", HeadSection("eagle3"), "eagle3"),
+    "EAGLE-3, draft vocabulary": Case("llama", HeadSection("eagle3", draft_vocab=100), "eagle3"),
+    "EAGLE-3, four taps, norm_output": Case(
+        "llama", HeadSection("eagle3", taps=[1, 3, 5, 8], norm_output=True), "eagle3"
     ),
-    "EAGLE-3, norm_before_residual, one tap": (
-        "llama", HeadSection("eagle3", taps=[6], norm_before_residual=True, kv_heads=1), {"method": "eagle3"},
+    "EAGLE-3, one tap, norm_before_residual": Case(
+        "llama", HeadSection("eagle3", taps=[6], norm_before_residual=True, kv_heads=1), "eagle3"
     ),
-    "EAGLE-3 for Qwen3": ("qwen3", HeadSection("eagle3", draft_vocab=100), {"method": "eagle3"}),
-    "EAGLE": ("llama", HeadSection("eagle"), {"method": "eagle"}),
-    "P-EAGLE, two layers": (
-        "llama", HeadSection("peagle", layers=2), {"method": "eagle3", "parallel_drafting": True},
+    "EAGLE-3 for Qwen3": Case("qwen3", HeadSection("eagle3", draft_vocab=100), "eagle3"),
+    "EAGLE": Case("llama", HeadSection("eagle"), "eagle"),
+    "P-EAGLE, two layers": Case("llama", HeadSection("peagle", layers=2), "eagle3", parallel=True),
+    "P-EAGLE, own embedding, draft vocabulary": Case(
+        "llama", HeadSection("peagle", layers=1, train_embedding=True, draft_vocab=100), "eagle3", parallel=True
     ),
-    "P-EAGLE, own embedding, draft vocabulary": (
-        "llama", HeadSection("peagle", layers=1, train_embedding=True, draft_vocab=100),
-        {"method": "eagle3", "parallel_drafting": True},
-    ),
-    "Medusa": ("llama", HeadSection("medusa"), {"method": "medusa"}),
-    "Medusa, two blocks, one lm_head": (
-        "llama", HeadSection("medusa", blocks=2, share_lm_head=True), {"method": "medusa"},
-    ),
-    "MTP of MiMo": ("mimo", HeadSection("mtp"), {"method": "mtp"}),
+    "Medusa": Case("llama", HeadSection("medusa"), "medusa"),
+    "Medusa, two blocks, one lm_head": Case("llama", HeadSection("medusa", blocks=2, share_lm_head=True), "medusa"),
+    "MTP of MiMo": Case("mimo", HeadSection("mtp"), "mtp"),
+    "MTP of Qwen3-Next": Case("qwen3_next", HeadSection("mtp"), "mtp"),
+    "MTP of GLM-4 MoE": Case("glm4_moe", HeadSection("mtp"), "mtp", before_norm=True),
+}
+WITH_MODULE = {  # targets whose checkpoint has an MTP module: what their config needs besides tiny.SIZES
+    "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3_next": {
+        "layer_types": ["full_attention"] * 3,  # the others' kernels are Triton's
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "glm4_moe": {"moe_intermediate_size": 64},
 }  # fmt: skip
 
 
@@ -54,11 +72,13 @@ def targets(tiny, mtp_targets, tmp_path_factory):
     @cache
     def get(family):
         folder = tmp_path_factory.mktemp(family)
-        if family != "mimo":
+        if family not in WITH_MODULE:
             return tiny.make_target(folder, family), folder
         sizes = {k: v for k, v in tiny.SIZES.items() if k not in ("num_hidden_layers", "initializer_range")}
-        mtp_targets.make(folder, "qwen2", width=tiny.SIZES["initializer_range"], **sizes)
-        edit(folder, config=lambda c: c.update(architectures=["MiMoForCausalLM"]))
+        built = "qwen2" if family == "mimo" else family
+        mtp_targets.make(folder, built, width=tiny.SIZES["initializer_range"], **(sizes | WITH_MODULE[family]))
+        if family == "mimo":
+            edit(folder, config=lambda c: c.update(architectures=["MiMoForCausalLM"]))
         return tiny.load_target(folder), folder
 
     return get
@@ -72,19 +92,21 @@ def made(tiny, targets, tmp_path_factory):
 
     @cache
     def get(name):
-        family, section, told = HEADS[name]
-        target, source = targets(family)
+        case = HEADS[name]
+        target, source = targets(case.family)
         run = tmp_path_factory.mktemp("run")
-        own = replace(section, draft_vocab=section.draft_vocab if section.draft_vocab == 100 else "full", unroll=K)
-        head = tiny.make_head(target, own, run / "head", str(source))
-        settings = TargetConfig(model=str(source), dtype="float32")
-        (run / "config.yaml").write_text(to_yaml(RecipeConfig(target=settings, head=own)))
+        words = 100 if case.section.draft_vocab == 100 else "full"
+        section = replace(case.section, draft_vocab=words, unroll=K)
+        head = tiny.make_head(target, section, run / "head", str(source))
+        settings = RecipeConfig(target=TargetConfig(model=str(source), dtype="float32"), head=section)
+        (run / "config.yaml").write_text(to_yaml(settings))
         options = {} if section.type == "mtp" else {"dtype": "float32"}
         if section.type == "medusa":
             options["engine_version"] = "0.32.0"  # the last that has it
         folder = export(run / "head", "vllm", run / "export", **options)
-        found = tiny.decoded(target, head, tiny.prompts(), K)
-        return SimpleNamespace(target=target, source=source, head=head, folder=folder, told=told, ours=found)
+        with tiny.fed_back_before_norm(head) if case.before_norm else nullcontext():
+            found = tiny.decoded(target, head, tiny.prompts(), K)
+        return SimpleNamespace(target=target, source=source, head=head, folder=folder, ours=found)
 
     return get
 
@@ -94,11 +116,13 @@ def vllm_says(tiny, vllm_engine, made):
     """vllm_says(name, folder) -> vLLM's steps and its own counts of accepted drafts; the head's own folder once."""
 
     def run(name, folder):
-        head = made(name)
-        target, told = head.source, {"model": str(folder)} | head.told
-        if head.told["method"] == "mtp":  # the module stands in the target's checkpoint
-            target, told = folder, head.told
-        answers, drafted, metrics = vllm_engine.decode(target, tiny.prompts(), K, tiny.NEW, **told)
+        case, told = HEADS[name], {"model": str(folder)}
+        target = made(name).source
+        if case.method == "mtp":  # the module stands in the target's checkpoint
+            target, told = folder, {}
+        if case.parallel:
+            told["parallel_drafting"] = True
+        answers, drafted, metrics = vllm_engine.decode(target, tiny.prompts(), K, tiny.NEW, method=case.method, **told)
         steps = [[tiny.Step(n, drafts, 0) for n, drafts in sorted(row.items())] for row in drafted]
         counts = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
         return SimpleNamespace(decoding=tiny.Decoding(answers, steps, counts), metrics=metrics)
@@ -153,7 +177,9 @@ def another_rope(config):
 
 
 def absolute(tensors):
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    """Target ids instead of offsets, as far as they stay in the vocabulary."""
+    ids = torch.arange(len(tensors["d2t"]))
+    tensors["d2t"] = torch.minimum(tensors["d2t"] + ids, len(tensors["t2d"]) - 1 - ids)
 
 
 def reversed_halves(name):
@@ -216,3 +242,15 @@ def test_an_embedding_that_is_not_shifted_drafts_otherwise_than_vllm(name, tiny,
         patch.setattr(head.head, "extend", unshifted)
         wrong = tiny.decoded(head.target, head.head, tiny.prompts(), K)
     differs(tiny, head, vllm_says(name).decoding, f"embedding not shifted ({name})", ledger, wrong)
+
+
+def test_vllm_feeds_glm_modules_back_before_their_norm_and_we_after(tiny, made, vllm_says, ledger):
+    """So the first draft of a step is the same, as everything with K = 1 is."""
+    name = "MTP of GLM-4 MoE"
+    head, says = made(name), vllm_says(name).decoding
+    ours = tiny.decoded(head.target, head.head, tiny.prompts(), K)
+    differs(tiny, head, says, f"fed back after the norm ({name})", ledger, ours)
+    theirs = [{step.length: step.drafts[0] for step in row} for row in says.steps]
+    same = [row.get(step.length, step.drafts[0]) == step.drafts[0]
+            for row, steps in zip(theirs, ours.steps, strict=True) for step in steps]  # fmt: skip
+    assert all(same)

@@ -7,6 +7,7 @@ Shapes: as in headtrain/heads/base.py.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headtrain.eval.decoder.drafters.head import HeadDrafter
 from headtrain.eval.decoder.drafters.none import NoDrafter
 from headtrain.eval.decoder.sampling import Sampling
 from headtrain.heads.base import Batch, Head, load_head, new_head, save_head
+from headtrain.heads.drafting import DraftState
 from headtrain.target import Target, TargetParts, _register_attention
 
 SIZES = {
@@ -27,7 +29,7 @@ SIZES = {
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 LENGTHS = (6, 3, 17, 1, 40, 9, 25, 90, 12, 5, 30, 8)  # of the prompts
-NEW = 40  # tokens of each answer
+NEW = 48  # tokens of each answer
 
 
 class NoTokenizer:
@@ -141,6 +143,17 @@ def make_head(target: Target, section: HeadSection, folder: Path, source: str | 
 
 def own(folder: Path, target: Target) -> Head:
     return load_head(folder, target.embed.weight, lm_head=target.lm_head.weight)
+
+
+@contextmanager
+def fed_back_before_norm(head: Head):
+    """Drafting from the state before the module's norm; what reads it has a norm of its own, so only weights matter."""
+    remember = DraftState.remember
+    DraftState.remember = lambda state, hidden_BMH: remember(state, hidden_BMH / head.norm.weight)
+    try:
+        yield
+    finally:
+        DraftState.remember = remember
 
 
 # ------------------------------------------------------------------------------------------------- our own decoder

@@ -57,6 +57,8 @@ def decode(target: Path, prompts: list[list[int]], k: int, new: int, **speculati
         metrics = {m.name: getattr(m, "value", getattr(m, "values", None)) for m in llm.get_metrics()}
     finally:
         Scheduler.update_draft_token_ids = take_in
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
