@@ -18,17 +18,18 @@ NEAREST = "use an engine's format, such as format=vllm"
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
     """ExportError for what the original code cannot run: scaled rope, free head sizes, other taps and wirings."""
-    ours, kind = head.ours, str(head.kind)
-    if ours.get("rope", {}).get("rope_type", "default") != "default":
+    ours, kind = head.ours, head.kind
+    if ours["rope"].get("rope_type", "default") != "default":
         raise ExportError(f"rope of type {ours['rope']['rope_type']}: the original EAGLE code has none such; {NEAREST}")
-    width = ours.get("num_attention_heads", 0) * ours.get("head_dim", 0)
-    if width != ours.get("hidden_size"):
+    width = ours["num_attention_heads"] * ours["head_dim"]
+    if width != ours["hidden_size"]:
         raise ExportError(
-            f"the original EAGLE code wants head_dim = hidden_size / heads; {ours.get('num_attention_heads')} heads of "
-            f"{ours.get('head_dim')} are not {ours.get('hidden_size')}; {NEAREST}"
+            f"the original EAGLE code wants head_dim = hidden_size / heads; {ours['num_attention_heads']} heads of "
+            f"{ours['head_dim']} are not {ours['hidden_size']}; {NEAREST}"
         )
-    if kind == "eagle3" and ours.get("taps") != default_taps(ours.get("target_layers", 0)):
-        raise ExportError(f"taps {ours.get('taps')}: the original EAGLE code knows the default ones alone; {NEAREST}")
+    blocks = ours["target_layers"]
+    if kind == "eagle3" and (blocks < 7 or ours["taps"] != default_taps(blocks)):
+        raise ExportError(f"taps {ours['taps']}: the original EAGLE code knows the default ones alone; {NEAREST}")
     made = native(head)
     made.contract, made.version = contract_for("eagle", kind, version)
     drop = {"fc.bias"} if kind == "eagle" else set()

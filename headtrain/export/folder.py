@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headtrain.export import ExportError
 from headtrain.files import fsync_folder, read_json
+from headtrain.heads.base import section_config
 
 
 @dataclass
@@ -28,11 +29,12 @@ class HeadFolder:
 
     @property
     def ours(self) -> dict[str, Any]:
-        return self.config.get("headtrain") or {}
+        """The settings that headtrain keeps in config.json, all of them."""
+        return self.config["headtrain"]
 
     @property
-    def kind(self) -> str | None:
-        return self.ours.get("type")
+    def kind(self) -> str:
+        return self.ours["type"]
 
 
 @dataclass
@@ -67,8 +69,15 @@ def read_head(path: Path) -> HeadFolder:
             start = json.loads((handle.metadata() or {}).get("start", "{}"))
     except (ValueError, SafetensorError) as error:
         raise ExportError(f"{path}: cannot be read ({error})") from error
+    place = path / "config.json"
     if not isinstance(config, dict):
-        raise ExportError(f"{path / 'config.json'}: holds a {type(config).__name__}, not an object")
+        raise ExportError(f"{place}: holds a {type(config).__name__}, not an object")
+    if "headtrain" not in config:
+        raise ExportError(f"{place} has no `headtrain` section; import the head first (headtrain import)")
+    try:
+        config["headtrain"] = section_config(config["headtrain"], str(place)).to_dict()
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     return HeadFolder(path, config, tensors, start)
 
 

@@ -18,34 +18,34 @@ NEAREST = "use format=vllm engine_version=0.32.0"
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
     """ExportError for what the original code cannot run: a reduced draft vocabulary, several blocks per head."""
     ours = head.ours
-    if ours.get("draft_vocab_size") != ours.get("vocab_size"):
+    if ours["draft_vocab_size"] != ours["vocab_size"]:
         raise ExportError(
-            f"draft vocabulary of {ours.get('draft_vocab_size')} tokens: the original Medusa code drafts over all of "
+            f"draft vocabulary of {ours['draft_vocab_size']} tokens: the original Medusa code drafts over all of "
             f"the target's; {NEAREST}, or train with head.draft_vocab=full"
         )
-    blocks = ours.get("blocks", 1)
+    blocks = ours["blocks"]
     if blocks > 1:
         raise ExportError(f"{blocks} blocks per head: the original Medusa code has the same weights in all; {NEAREST}")
     contract, version = contract_for("medusa", "medusa", version)
     config = {
-        "medusa_num_heads": ours.get("unroll"),
+        "medusa_num_heads": ours["unroll"],
         "medusa_num_layers": blocks,
         "base_model_name_or_path": servable_name(info.get("model")),
-        "hidden_size": ours.get("hidden_size"),
-        "vocab_size": ours.get("vocab_size"),
+        "hidden_size": ours["hidden_size"],
+        "vocab_size": ours["vocab_size"],
         "torch_dtype": head.config.get("torch_dtype"),
         "headtrain": ours,
     }
     return Layout(
         contract,
         config,
-        original_names(head.tensors, ours.get("unroll", 1), blocks),
+        original_names(head.tensors, ours["unroll"], blocks),
         lambda target, folder, k: (
             f"cd {folder} && python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('medusa_lm_head."
             f"safetensors'), 'medusa_lm_head.pt')\"\npython -m medusa.inference.cli --model {folder}"
         ),
         version,
-        k=ours.get("unroll"),
+        k=ours["unroll"],
         ours=False,
         weights="medusa_lm_head.safetensors",
         notes=[

@@ -57,18 +57,19 @@ def audit(head: HeadFolder, info: dict[str, Any], *, format: str, version: str |
         found.append(str(error))
     target = read_json(folder / "config.json", "download the target again")
     for engine in SERVED_BY[format] if format != "mtp" else ():
-        found += _engine_faults(engine, head.ours.get("dialect", ""), target, version)
+        found += _engine_faults(engine, head.ours["dialect"], target, version)
     return found
 
 
 def _engine_faults(engine: str, dialect: str, target: dict[str, Any], version: str | None) -> list[str]:
+    """What keeps an engine from running the module with a target of this config.json."""
     contract = load_contract(engine, "mtp")
-    known, name = contract["dialects"].get(dialect, {}), f"{ENGINES[engine]} {version or TESTED_VERSIONS[engine]}"
-    family = (target.get("text_config") or target).get("model_type")
-    if contract.get("complete") and family not in known.get("families", ()):
+    known, family = contract["dialects"][dialect], (target.get("text_config") or target).get("model_type")
+    if contract.get("complete") and family not in known["families"]:
         every = sorted({f for names in contract["dialects"].values() for f in names["families"]})
+        name = f"{ENGINES[engine]} {version or TESTED_VERSIONS[engine]}"
         return [f"{name} runs MTP modules of {', '.join(every)}, not of {family}; use format=vllm or format=sglang"]
-    return value_faults(known.get("config", {}), (target.get("text_config") or {}) | target)
+    return value_faults(known["config"], (target.get("text_config") or {}) | target)
 
 
 def _readme(head: HeadFolder, format: str, version: str | None, row: dict[str, Any] | None) -> str:
@@ -84,7 +85,7 @@ def _readme(head: HeadFolder, format: str, version: str | None, row: dict[str, A
     for engine in SERVED_BY[format]:
         contract = load_contract(engine, "mtp")
         lines += [
-            f"{ENGINES[engine]} {version or contract['version']} (run: {contract['executed']}):", "", "```",
+            f"{ENGINES[engine]} {version or contract['version']} (executed: {contract['executed']}):", "", "```",
             serve_command(engine, "FOLDER", None, k, head_type="mtp"), "```", "",
         ]  # fmt: skip
     return "\n".join([*lines, *expectation(row)]).rstrip("\n") + "\n"

@@ -63,13 +63,13 @@ def readme(layout: Layout, info: dict[str, Any], row: dict[str, Any] | None) -> 
     ours, contract, k = layout.config["headtrain"], layout.contract, drafts(layout, row)
     target = "TARGET" if info.get("adapter") else servable_name(info.get("model"))
     engine = ENGINES[contract["engine"]]
-    read = f"Checked against {engine} {contract['version']}'s loader"
-    if layout.version != contract["version"]:
-        read += f", for {layout.version}"
+    release = contract["version"] + (f", for {layout.version}" if layout.version != contract["version"] else "")
     lines = [
         f"# {NAMES[ours['type']]} draft head for {engine}",
         "",
-        f"{read} (run: {contract['executed']}). Replace HEAD_FOLDER by the place of this folder"
+        f"Checked against the loader of {engine} {release} (executed: {contract['executed']}).",
+        "",
+        "Replace HEAD_FOLDER by the place of this folder"
         + (", and TARGET by the model the head was trained for:" if target == "TARGET" else ":"),
         "",
         "```",
@@ -82,7 +82,7 @@ def readme(layout: Layout, info: dict[str, Any], row: dict[str, Any] | None) -> 
         lines.append(f"- taps: {ours['taps']} of {blocks}")
     lines += [
         f"- draft vocabulary: {ours['draft_vocab_size']:,} of {ours['vocab_size']:,} tokens",
-        f"- trained to draft {ours['unroll']} tokens; {k} are drafted above",
+        f"- trained with an unroll depth of {ours['unroll']}; the command drafts {k} tokens a step",
         f"- weights: {layout.config['torch_dtype']}; longest context: {ours['max_position_embeddings']:,} positions",
         *expectation(row),
     ]

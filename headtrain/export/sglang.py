@@ -16,10 +16,12 @@ ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEa
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
     """ExportError for taps that releases read differently, unless the release is said."""
-    made, kind = native(head), str(head.kind)
+    made, kind = native(head), head.kind
     made.contract, made.version = contract_for("sglang", kind, version)
     made.config["architectures"] = [ARCHITECTURES[kind]]
     made.command, made.notes = partial(_command, kind), []
+    if head.ours["draft_vocab_size"] < head.ours["vocab_size"]:
+        made.notes.append("--speculative-use-rejection-sampling wants a draft vocabulary as large as the target's")
     if kind == "eagle3":
         _count_layers(made, info.get("family"), version)
     return made
@@ -31,9 +33,9 @@ def _command(kind: str, target: str, head: str, k: int) -> str:
 
 def _count_layers(made: Layout, family: str | None, version: str | None) -> None:
     """Writes the layer ids by the rule of the release for targets of a family."""
-    taps, blocks = made.config["headtrain"].get("taps"), made.config["headtrain"].get("target_layers")
-    if not taps or not blocks or sglang_rules_agree(taps, blocks):
-        return  # missing ones are reported by the contract
+    taps, blocks = made.config["headtrain"]["taps"], made.config["headtrain"]["target_layers"]
+    if sglang_rules_agree(taps, blocks):
+        return
     if version is None:
         raise ExportError(
             f"taps {taps}: SGLang's releases count layer ids in two ways, which agree only where the first tap is 2; "

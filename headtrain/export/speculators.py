@@ -21,7 +21,7 @@ LAYER = (  # what describes the decoder layers, below transformer_layer_config
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
     """ExportError where the target's architecture is not known."""
-    config, ours, kind = head.config, head.ours, str(head.kind)
+    config, ours, kind = head.config, head.ours, head.kind
     made = native(head)
     made.contract, made.version = contract_for("speculators", kind, version)
     made.tensors = {
@@ -33,7 +33,7 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         made.tensors["mask_hidden"] = made.tensors["mask_hidden"].unsqueeze(0)
     name = servable_name(info.get("model"))
     named = name if name != "TARGET" and not info.get("adapter") else None
-    methods = [{"proposal_type": "greedy", "speculative_tokens": ours.get("unroll"), "verifier_accept_k": 1}]
+    methods = [{"proposal_type": "greedy", "speculative_tokens": ours["unroll"], "verifier_accept_k": 1}]
     made.config = {
         "architectures": [MODELS[kind]],
         "speculators_model_type": kind,
@@ -51,8 +51,8 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         "fc_norm": False,
         "norm_output": config.get("norm_output", False),
         **({"target_hidden_size": config["target_hidden_size"]} if "target_hidden_size" in config else {}),
-        "eagle_aux_hidden_state_layer_ids": ours.get("taps"),
-        "embed_requires_grad": bool(ours.get("own_embedding")),
+        "eagle_aux_hidden_state_layer_ids": ours["taps"],
+        "embed_requires_grad": ours.get("own_embedding", False),
         **({"mask_token_id": config.get("ptd_token_id")} if kind == "peagle" else {}),
         "tie_word_embeddings": False,
         "torch_dtype": config.get("torch_dtype"),
@@ -61,7 +61,7 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
     made.ours = False
     made.command = lambda target, folder, k: _command(kind, named, target, folder, k)
     if named:
-        made.notes.append(f"`vllm serve HEAD_FOLDER` alone serves {named} with it, {ours.get('unroll')} drafts a step")
+        made.notes.append(f"`vllm serve HEAD_FOLDER` alone serves {named} with it, {ours['unroll']} drafts a step")
     return made
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from headtrain.engines import tensorrt_options
+from headtrain.export import ExportError
 from headtrain.export.build import contract_for
 from headtrain.export.folder import HeadFolder, Layout
 from headtrain.export.vllm import native
@@ -16,11 +17,17 @@ OPTIONS = "speculative.yaml"
 
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
+    """ExportError for a target that is too shallow for the engine."""
     made, ours = native(head), head.ours
-    made.contract, made.version = contract_for("tensorrt_llm", str(head.kind), version)
+    if ours["target_layers"] < 6:
+        raise ExportError(
+            f"a target of {ours['target_layers']} blocks: TensorRT-LLM hands out layers of targets with 6 or more; "
+            "use format=vllm"
+        )
+    made.contract, made.version = contract_for("tensorrt_llm", head.kind, version)
     made.command = lambda target, folder, k: f"cd {folder} && trtllm-serve {target} --config {OPTIONS}"
     made.files = {
-        OPTIONS: partial(tensorrt_options, ".", taps=ours.get("taps"), layers=ours.get("target_layers")),
+        OPTIONS: partial(tensorrt_options, ".", taps=ours["taps"], layers=ours["target_layers"]),
     }  # fmt: skip
     made.notes = [
         f"{OPTIONS} names the head by `.`, the folder that the command is run in"

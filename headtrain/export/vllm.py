@@ -15,13 +15,13 @@ from headtrain.export.folder import HeadFolder, Layout
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
     made = native(head)
-    made.contract, made.version = contract_for("vllm", str(head.kind), version)
+    made.contract, made.version = contract_for("vllm", head.kind, version)
     return made
 
 
 def native(head: HeadFolder) -> Layout:
     """The head as it is, in the layout that most formats begin with; of no particular release."""
-    kind, ours = str(head.kind), head.ours
+    kind, ours = head.kind, head.ours
     contract = load_contract("vllm", kind)
     return Layout(
         contract,
@@ -29,7 +29,7 @@ def native(head: HeadFolder) -> Layout:
         with_both_norms(head.tensors),
         partial(_command, kind),
         contract["version"],
-        k=ours.get("unroll") if kind == "medusa" else None,
+        k=ours["unroll"] if kind == "medusa" else None,
         notes=_notes(kind, ours),
     )
 
@@ -53,8 +53,8 @@ def _notes(kind: str, ours: dict[str, Any]) -> list[str]:
         return ["vLLM drafts all positions in one pass only with parallel_drafting, and with its V1 model runner"]
     if kind == "medusa":
         return ["num_speculative_tokens has to be the number of its heads"]
-    taps, blocks = ours.get("taps"), ours.get("target_layers")
-    if kind != "eagle3" or not taps or not blocks or sglang_rules_agree(taps, blocks):
+    taps, blocks = ours["taps"], ours["target_layers"]
+    if kind != "eagle3" or sglang_rules_agree(taps, blocks):
         return []
     return [
         f"SGLang from {SGLANG_FIRST_IS_1_SINCE} on counts the layer ids of DeepSeek, Kimi and GLM-Lite targets "

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from headtrain.config import RecipeConfig, TargetConfig
 from headtrain.configload import to_yaml
-from headtrain.export import ExportError, export
+from headtrain.export import ExportError, audit, export
 from headtrain.files import sha256_file
 from headtrain.heads import mtp_checkpoint
 from headtrain.heads.base import load_head, new_head, save_head
@@ -184,6 +184,57 @@ def test_the_export_writes_the_target_of_the_run(checkpoint, toy_parts, mtp, tmp
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(mtp))
     with pytest.raises(ExportError, match=r"target\.adapter=me/lora.*merge it into the target first"):
         export(tmp_path / "run" / "head", "mtp", tmp_path / "again")
+
+
+ENGINES = {"vllm": "vllm serve FOLDER", "sglang": "--speculative-algorithm NEXTN", "trtllm": "decoding_type: MTP"}
+NOT_RUN = {
+    ("qwen2", "vllm"): "architectures=['Qwen2ForCausalLM'] must be ['MiMoForCausalLM']",
+    ("qwen2", "sglang"): "architectures=['Qwen2ForCausalLM'] must be ['MiMoForCausalLM']",
+    ("qwen2", "trtllm"): "not of qwen2; use format=vllm",
+}
+
+
+@pytest.mark.parametrize("family", DIALECTS)
+def test_every_engine_gets_the_checkpoint_and_its_command_or_a_reason(family, checkpoint, toy_parts, mtp, tmp_path):
+    folder, head = checkpoint(family), tmp_path / "run" / "head"
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nThe target.\n")
+    save_head(module_of(folder, toy_parts, mtp), head)
+    mtp.target.model = str(folder)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mtp))
+    for format, command in ENGINES.items():
+        faults = audit(head, format)
+        if reason := NOT_RUN.get((family, format)):
+            assert len(faults) == 1 and reason in faults[0]
+            with pytest.raises(ExportError):
+                export(head, format, tmp_path / format)
+            assert not (tmp_path / format).exists()
+            continue
+        assert faults == []
+        written = files(export(head, format, tmp_path / format))
+        text = (tmp_path / format / "README.md").read_text()
+        assert text.startswith("---\nlicense: mit\n---\nThe target.\n") and command in text
+        assert {name: mark for name, mark in files(folder).items() if name != "README.md"} == {
+            name: mark for name, mark in written.items() if name != "README.md"
+        }
+
+
+def test_a_module_is_checked_before_it_goes_back(checkpoint, toy_parts, mtp, tmp_path):
+    folder, head = checkpoint("qwen3_next"), tmp_path / "run" / "head"
+    module = module_of(folder, toy_parts, mtp)
+    module.fc.weight.data[0, :3] = float("nan")
+    save_head(module, head)
+    mtp.target.model = str(folder)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(mtp))
+    for format in ("mtp", *ENGINES):
+        assert audit(head, format) == ["tensor mtp.fc.weight has 3 values that are NaN or infinite"]
+        with pytest.raises(ExportError, match=r"mtp\.fc\.weight"):
+            export(head, format, tmp_path / "out")
+    with pytest.raises(ExportError, match="number format of its target"):
+        export(head, "mtp", tmp_path / "out", dtype="float16")
+    shard = folder / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    save_file({name: t for name, t in tensors.items() if name != "mtp.norm.weight"}, shard)
+    assert any("mtp.norm.weight is missing" in line for line in audit(head, "vllm"))
 
 
 def test_an_export_that_fails_half_way_leaves_nothing_behind(checkpoint, toy_parts, mtp, tmp_path, monkeypatch):

@@ -42,6 +42,28 @@ def test_a_wiring_is_refused_where_it_is_not_read_and_goes_through_elsewhere(cha
             assert faults == [], format
 
 
+def test_a_shallow_target_is_refused_where_its_layers_are_not_handed_out(make_head):
+    head = make_head("eagle3", taps=[1, 2, 4], target_layers=5)
+    for format, words in (("trtllm", "a target of 5 blocks"), ("eagle", "taps [1, 2, 4]")):
+        (fault,) = audit(head, format, None, INFO)
+        assert words in fault and "format=vllm" in fault
+    assert audit(head, "vllm", None, INFO) == []
+
+
+def test_a_folder_of_another_toolkit_and_a_broken_section_are_errors_that_say_what_to_do(make_head, spoil):
+    for number, (change, words) in enumerate([
+        (lambda c: c.pop("headtrain"), "import the head first (headtrain import)"),
+        (lambda c: c.update(headtrain=[]), "its headtrain section does not fit"),
+        (lambda c: c["headtrain"].update(unroll="five"), "unroll='five' is no int"),
+        (lambda c: c["headtrain"].update(type="eagle9"), "eagle9"),
+    ]):  # fmt: skip
+        head = make_head("eagle3", f"broken{number}")
+        spoil(head, config=change)
+        for format in ("vllm", "speculators", "mtp"):
+            (fault,) = audit(head, format, None, INFO)
+            assert words in fault
+
+
 def test_what_the_original_medusa_code_cannot_draft_with_is_refused(make_head):
     for changes, words in (({"draft_vocab_size": 50}, "draft vocabulary of 50"), ({"blocks": 2}, "2 blocks per head")):
         head = make_head("medusa", **changes)
@@ -183,6 +205,15 @@ def test_a_head_for_another_target_is_refused(kind, format, make_head, tmp_path)
     with pytest.raises(ExportError) as caught:
         export(make_head(kind), format, tmp_path / "out", info, engine_version=VERSION.get((kind, format)))
     assert caught.value.faults == ["the target has vocab_size 32000, but the head was made for 200"]
+
+
+@pytest.mark.parametrize(("kind", "format"), [pair for pair in WORKS if pair[1] in ("vllm", "sglang", "trtllm")])
+def test_an_exported_folder_is_sound_too(kind, format, make_head, tmp_path):
+    version = VERSION.get((kind, format)) or ("0.5.23" if format == "sglang" else None)
+    info = INFO | {"family": "deepseek_v3"}
+    head = make_head(kind, **({"taps": [3, 4, 6]} if kind == "eagle3" else {}))
+    out = export(head, format, tmp_path / "out", info, engine_version=version)
+    assert audit(out, format, version, info) == []
 
 
 def test_every_pair_that_works_has_a_contract_that_says_what_was_run():

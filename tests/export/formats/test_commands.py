@@ -1,0 +1,45 @@
+"""Formats as a run's last stage and as a command of their own."""
+
+import json
+
+from headtrain import stages
+from headtrain.config import RecipeConfig
+from headtrain.files import Manifest, sha256_file
+
+
+def test_a_run_exports_to_all_its_formats_and_each_readme_quotes_its_report(make_head):
+    config, run = RecipeConfig(), make_head("eagle3", taps=[4, 5, 7]).parent
+    config.target.model, config.target.family = "org/Name-7B", "qwen3"
+    config.export.formats = ["vllm", "sglang", "trtllm", "speculators"]
+    config.export.engine_version = "sglang=0.5.23,vllm=0.32.0"
+    row = {"suite": "mine", "drafter": "head", "temperature": 0.0, "k": 4, "tree": "chain", "dtype": "float32"}
+    heads = [{"sha256": sha256_file(run / "head" / "model.safetensors")}]
+    (run / "report").mkdir()
+    (run / "report" / "report.json").write_text(json.dumps({"heads": heads, "results": [row | {"tau": 2.4}]}))
+    stages.export(config, run, {})
+    assert Manifest(run / "export").data["complete"]
+    assert sorted(path.name for path in (run / "export").iterdir() if path.is_dir()) == sorted(config.export.formats)
+    commands = {
+        "vllm": ("vllm serve org/Name-7B", '"num_speculative_tokens": 4', "for 0.32.0"),
+        "sglang": ("--speculative-num-steps 4", "--model-path org/Name-7B", "layer ids are counted for SGLang 0.5.23"),
+        "trtllm": ("trtllm-serve org/Name-7B --config speculative.yaml",),
+        "speculators": ("vllm serve org/Name-7B", '"method": "eagle3"'),
+    }
+    for format, words in commands.items():
+        text = (run / "export" / format / "README.md").read_text()
+        assert all(word in text for word in (*words, "2.40 tokens per target forward on mine")), (format, text)
+    options = (run / "export" / "trtllm" / "speculative.yaml").read_text()
+    assert "max_draft_len: 4" in options and "eagle3_layers_to_capture: [3, 4, 6]" in options
+
+
+def test_the_command_takes_a_release_a_target_and_a_type(headtrain, make_head, tmp_path):
+    head = make_head("medusa")
+    done = headtrain("export", f"head={head}", "format=vllm")
+    assert done.returncode == 2 and "engine_version=0.32.0" in done.stderr and not (head.parent / "export").exists()
+    more = ["engine_version=0.32.0", "target=org/Name-7B", "dtype=float32", "out=served"]
+    done = headtrain("export", f"head={head}", "format=vllm", *more)
+    assert done.stdout == "vllm: served\n", done.stderr
+    assert json.loads((tmp_path / "served" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert "vllm serve org/Name-7B" in (tmp_path / "served" / "README.md").read_text()
+    done = headtrain("export", f"head={head}", "format=vllm", "dtype=int4")
+    assert done.returncode == 2 and "bfloat16, float16, float32" in done.stderr
