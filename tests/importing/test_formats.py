@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
+import importing_checkpoints as made
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,16 +12,6 @@ from safetensors.torch import load_file
 from headtrain.heads.base import HeadConfig, load_head
 from headtrain.importing import HeadImportError, detect, import_head
 
-
-def _made():
-    place = Path(__file__).with_name("conftest.py")
-    spec = importlib.util.spec_from_file_location("importing_checkpoints", place)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _made()
 PLAIN = {"rope_theta": 500000.0, "rope_type": "default"}
 YARN = {"rope_theta": 500000.0, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 512}
 # format: (checkpoint, what it becomes, what is said of it); every value worked out from the tool's own conventions

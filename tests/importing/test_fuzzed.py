@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 import re
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import importing_checkpoints as made
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,16 +19,6 @@ from safetensors.torch import load_file, save_file
 from headtrain.cli import main
 from headtrain.importing import import_head
 
-
-def _made():
-    place = Path(__file__).with_name("conftest.py")
-    spec = importlib.util.spec_from_file_location("importing_checkpoints", place)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _made()
 FORMATS = {
     "sglang": made.sglang, "trtllm": made.trtllm, "speculators": made.speculators, "peagle": made.peagle,
     "eagle": made.eagle, "medusa": made.medusa, "ours": made.sglang,
