@@ -114,13 +114,22 @@ def gather(head: Path, repo: str, report: Path | None = None, ask: bool = False)
     files["config.json"] = head / "config.json" if config == facts.config else _json(config)
     files["model.safetensors"] = head / "model.safetensors"
     if facts.report:
-        target = facts.report["target"] | {"model": name_of(facts.report["target"].get("model") or "")}
-        files["report.json"] = _json(public(facts.report | {"target": target}, head.parent))
-        if (page := report.with_name("report.html")).is_file():
-            files["report.html"] = page
+        files |= _report(facts.report, report, head.parent)
     files["README.md"] = card(facts, repo).encode()
     _refuse_leaks(files, [Path.home(), Path.cwd(), head.parent])
     return {name: files[name] for name in OURS if name in files}, facts
+
+
+def _report(content: dict[str, Any], place: Path, run: Path) -> dict[str, Content]:
+    """report.json and the page beside it, with names in the place of paths, relative ones too."""
+    paths = [content["target"].get("model"), *((content.get("data") or {}).get("sources") or [])]
+    names = {path.encode(): name_of(path).encode() for path in paths if path and name_of(path) != path}
+    files, page = {"report.json": _json(public(content, run))}, place.with_name("report.html")
+    if page.is_file():
+        files["report.html"] = page.read_bytes()
+    for path, name in names.items():
+        files = {file: data.replace(path, name) for file, data in files.items()}
+    return dict(files)
 
 
 def _json(value: Any) -> bytes:

@@ -21,8 +21,8 @@ from headtrain.files import locate
 from headtrain.privacy import masked
 
 RECIPE = ("target", "data", "head", "train", "eval", "seed")  # the sections that made and measured the head
-FORMATS = {format: engine for format, engine in EXPORT_FORMATS.items() if engine}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "llama_cpp": "llama.cpp"}
+FORMATS = {engine: format for format, engine in EXPORT_FORMATS.items() if engine}
 READ_BY = {  # settings of a head that not every engine reads
     "norm_before_residual": ("vllm", "llama_cpp"), "norm_output": ("vllm", "sglang", "tensorrt_llm"),
 }  # fmt: skip
@@ -204,7 +204,8 @@ def _machine(report: dict[str, Any]) -> str:
     found = report.get("environment") or {}
     if gpus := found.get("gpus"):
         return ", ".join(f"{gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(gpus))
-    return f"{found.get('cores', 'some')} CPU cores ({found.get('cpu', 'unknown')})"
+    cores = found.get("cores", "some")
+    return f"{cores} CPU core{'s' * (cores != 1)} ({found.get('cpu', 'unknown')})"
 
 
 # ------------------------------------------------------------------------------------------------ data, recipe
@@ -242,7 +243,7 @@ def _recipe(facts: Facts) -> list[str]:
 def cleaned(value: Any) -> Any:
     """A config without places of one machine: files and folders by their last part; Hub ids and packages stay."""
     if isinstance(value, dict):
-        return {key: cleaned(item) for key, item in value.items() if key != "device"}
+        return {key: cleaned(item) for key, item in value.items() if key not in ("device", "urls")}
     if isinstance(value, list):
         return [cleaned(item) for item in value]
     return name_of(value) if isinstance(value, str) else value
@@ -273,8 +274,8 @@ def _serving(facts: Facts, repo: str) -> list[str]:
             "format=mtp` writes that checkpoint; FOLDER is its place."
         )
     refused = []
-    for format, engine in FORMATS.items():
-        name, release, why = ENGINES[engine], newest(kind, format), _refusal(kind, format)
+    for engine, name in ENGINES.items():
+        release, why = newest(kind, FORMATS[engine]), _refusal(kind, FORMATS[engine])
         for key, engines in READ_BY.items():
             if facts.ours.get(key) and engine not in engines:
                 release, why = None, f"it does not read {key}, which this head has"

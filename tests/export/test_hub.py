@@ -94,6 +94,16 @@ def test_a_branch_is_made_and_filled_and_main_stays_as_it_is(push, hub):
     assert len(hub.messages("ann/mine", "v2/try")) == 2
 
 
+def test_relative_paths_in_the_report_become_names(run, made):
+    data = {"sources": ["client/x/chats.jsonl"]}
+    made.report(run, [made.result()], data=data, target={"model": "../client/tuned"})
+    (run / "report" / "report.html").write_text("<p>../client/tuned on client/x/chats.jsonl")
+    files, _ = pushing.gather(run / "head", "ann/mine")
+    report = json.loads(files["report.json"])
+    assert (report["target"]["model"], report["data"]["sources"]) == ("tuned", ["chats.jsonl"])
+    assert files["report.html"] == b"<p>tuned on chats.jsonl"
+
+
 def test_licence_texts_go_along_the_targets_and_those_beside_the_head(push, hub, run):
     hub.log_in()
     card = "---\nlicense: other\nlicense_name: lab-1\nlicense_link: LICENSE\n---\n# Target\n"

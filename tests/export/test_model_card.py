@@ -140,7 +140,8 @@ def test_the_recipe_is_whole_but_for_what_only_this_machine_has(run, hub, made):
     ("/data/a/b.jsonl", "b.jsonl"), ("../client/models/x/", "x"), ("~/own", "own"), ("o=a/b/c.jsonl", "o=c.jsonl"),
 ])  # fmt: skip
 def test_places_are_called_by_names(place, name):
-    assert name_of(place) == name and cleaned({"a": [place], "device": "x"}) == {"a": [name]}
+    own = {"device": "cuda:1", "urls": ["http://10.0.0.1:8000"]}  # of one machine, one network
+    assert name_of(place) == name and cleaned({"a": [place], "b": own}) == {"a": [name], "b": {}}
 
 
 def test_a_hub_id_that_is_a_folder_here_is_a_local_place(tmp_path, monkeypatch):
