@@ -103,6 +103,18 @@ class LoraSection:
 
 
 @dataclass
+class Medusa2Section:
+    """Of medusa: low-rank factors of the target are trained along, towards what it said before (Medusa-2)."""
+
+    rank: int | None = None  # None: the target stays as it is (Medusa-1)
+    alpha: float | None = None  # scale of what the factors add, over rank; None: 2 rank
+    targets: list[str] | None = None  # linear layers of the target's blocks, by the end of their names; None: all
+    lr: float | None = None  # peak learning rate of the factors; None: a quarter of train.lr
+    heads_first: float = 0.2  # share of the run in which the heads are trained alone
+    distill: float = 5.0  # weight of staying with what the target said before, against the heads' loss
+
+
+@dataclass
 class HeadSection:
     type: str = "eagle3"  # kind of head
     taps: list[int] | None = None  # None: [2, L//2, L-3]
@@ -124,6 +136,7 @@ class HeadSection:
     dialect: str | None = None  # mtp from scratch: how tensors are named and wired, deepseek (None), qwen or mimo
     init_from: str | None = None  # a head folder to start from (its mapping is kept), or scratch: a new mtp module
     lora: LoraSection = field(default_factory=LoraSection)
+    medusa2: Medusa2Section = field(default_factory=Medusa2Section)
     rebuild_vocab: bool = False  # with init_from: choose the draft vocabulary anew and move the lm_head rows that stay
 
 

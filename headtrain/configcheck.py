@@ -84,8 +84,11 @@ RULES: dict[str, Rule] = {
     "head.dialect": _one_of("deepseek", "qwen", "mimo"),
     "head.start": _one_of("calibrated", "random"),
     "head.unroll": _number(1, 64),
-    "head.lora.rank": _COUNT,
-    "head.lora.alpha": _number(0, open_low=True),
+    **dict.fromkeys(("head.lora.rank", "head.medusa2.rank"), _COUNT),
+    **dict.fromkeys(("head.lora.alpha", "head.medusa2.alpha"), _number(0, open_low=True)),
+    "head.medusa2.lr": _number(0, open_low=True),
+    "head.medusa2.heads_first": _SHARE,
+    "head.medusa2.distill": _number(0),
     "head.blocks": _COUNT,
     "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
     **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
@@ -208,6 +211,7 @@ def validate(config: RecipeConfig) -> None:
                 raise ConfigError(f"push.{key.name}={value}: nothing is uploaded without push.repo; set that too")
     _validate_head(head, train)
     _validate_lora(head, train, config.smoke)
+    _validate_medusa2(config)
     _validate_eval(config.eval, shape)
 
 
@@ -226,6 +230,8 @@ def _validate_head(head: HeadSection, train: TrainConfig) -> None:
     for section, node, owners in (("head", head, HEAD_KEYS), ("train", train, TRAIN_KEYS)):
         for key in fields(node):
             types, value = owners.get(key.name, HEAD_TYPES), getattr(node, key.name)
+            if (section, key.name) == ("train", "checkpointing") and head.medusa2.rank:
+                continue  # of the target's own blocks
             if head.type not in types and value != key.default:
                 raise ConfigError(
                     f"{section}.{key.name}={value}: heads of type {head.type} have no such setting "
@@ -266,6 +272,26 @@ def _validate_lora(head: HeadSection, train: TrainConfig, smoke: bool) -> None:
         raise ConfigError(f"{where} with head.train_embedding=true: all but the factors is frozen; leave one out")
     if head.freeze_lm_head and any("lm_head" in target for target in lora.targets or ()):
         raise ConfigError(f"head.lora.targets={lora.targets} with head.freeze_lm_head=true; leave one out")
+
+
+def _validate_medusa2(config: RecipeConfig) -> None:
+    head, train = config.head, config.train
+    if head.medusa2.rank is None:
+        for key in fields(head.medusa2):
+            if (value := getattr(head.medusa2, key.name)) != key.default:
+                raise ConfigError(f"head.medusa2.{key.name}={value} without head.medusa2.rank: set the rank too")
+        return
+    where = f"head.medusa2.rank={head.medusa2.rank}"
+    if head.type != "medusa":
+        raise ConfigError(f"{where}: only heads of type medusa are trained along with the target; leave it out")
+    refused = {
+        "target.adapter": config.target.adapter, "head.lora.rank": head.lora.rank, "train.ema": train.ema,
+        "train.decode_prompts": train.decode_prompts, "train.zero_stage": train.zero_stage == 3 and 3,
+        "train.optimizer": train.optimizer == "muon" and "muon",
+    }  # fmt: skip
+    for key, value in refused.items():
+        if value:
+            raise ConfigError(f"{where} with {key}={value}: this does not go with a target in training; leave it out")
 
 
 def _validate_eval(e: EvalConfig, shape: ShapeConfig) -> None:

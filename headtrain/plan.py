@@ -178,22 +178,25 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
     width = BYTES[config.train.precision]
     shard = [1 / gpus if zero >= stage else 1.0 for stage in (1, 2, 3)]
     state = 12 if width == 2 else 8  # Adam's two moments in fp32, and fp32 masters beside 16-bit weights
-    if config.train.offload and zero or config.head.lora.rank:  # of factors it is next to nothing
+    if (config.train.offload and zero) or config.head.lora.rank:  # of factors it is next to nothing
         state = 0
     state += 4 if config.train.ema and state else 0
     s, tokens = model.shape, config.train.batch_tokens
     depth = 3 * config.head.blocks * s.hidden if model.medusa else 14 * s.hidden + 4 * model.head_intermediate
     kept = config.head.unroll * depth
-    if config.train.checkpointing:  # one depth at a time, and between depths hidden states, keys and values
+    if config.train.checkpointing and not model.medusa:  # one depth, and between depths hidden states, keys, values
         kept = config.head.unroll * (2 * s.hidden + 2 * model.head_kv_heads * model.head_dim) + depth
     if model.peagle:
         kept = _by_pieces(model, config, depth)
     per_token = kept + (model.taps + 1) * s.hidden
+    if config.head.medusa2.rank:  # the target is in training too
+        block = 14 * s.hidden + 4 * s.intermediate
+        per_token += s.layers * s.hidden + block if config.train.checkpointing else s.layers * block
     return {
         "weights": model.head * width * (shard[2] + bool(config.head.lora.rank)),  # with LoRA merged ones too
         "gradients": model.head * width * shard[1],
         "optimizer": model.head * state * shard[0],
-        "frozen": model.frozen * width,
+        "frozen": (model.frozen + (model.target if config.head.medusa2.rank else 0)) * width,
         "activations": tokens * per_token * width + LOGITS,
     }
 

@@ -289,7 +289,7 @@ def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     from headtrain.target import Target
 
     folder, count, e = run / "report", int(options["workers"]), config.eval
-    target = Target.load(config.target, e.dtype)
+    target = Target.load(served_target(config, run), e.dtype)
     heads = measured_heads(config, run, target)
     small = Target.load(draft_target(config, run), e.dtype) if e.draft_model else None
     prompts, tokenise = eval_prompts(config, run, target.tokenizer)
@@ -302,6 +302,23 @@ def report(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
             results = finish(units, folder, places)
             build(run, results)
             Manifest(folder).finish({"units": len(units), "results": len(results["results"])}, results["left_out"])
+
+
+def served_target(config: RecipeConfig, run: Path) -> TargetConfig:
+    """The target as it is measured: with the adapter that a head brings which was trained along with it (head.medusa2).
+
+    ConfigError where target.adapter is set besides, or other heads are measured on the same target.
+    """
+    folders = head_folders(run)
+    brought = {name: place / "adapter" for name, place in folders.items() if (place / "adapter").is_dir()}
+    if not brought:
+        return config.target
+    name, adapter = next(iter(brought.items()))
+    if len(folders) > 1:
+        raise ConfigError(f"head {name}: made for a target with its own adapter, unlike the others; evaluate it alone")
+    if config.target.adapter:
+        raise ConfigError(f"target.adapter={config.target.adapter}: the head brings an adapter; leave it out")
+    return replace(config.target, adapter=str(adapter))
 
 
 def head_folders(run: Path) -> dict[str, Path]:

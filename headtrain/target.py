@@ -230,6 +230,14 @@ class Target:
             output = self.backbone(input_ids=tokens_BL, attention_mask=masks, position_ids=positions_BL, **options)
         return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
 
+    def last_states(self, tokens_BL: Tensor) -> Tensor:
+        """Last hidden states after the final norm, [B, L, H], of rows padded at their ends; gradients flow."""
+        batch, length = tokens_BL.shape
+        at_BL = torch.arange(length, device=tokens_BL.device).expand(batch, length)
+        masks = self._masks(at_BL[:, None] <= at_BL[..., None], at_BL, at_BL)
+        options = {"attention_mask": masks, "position_ids": at_BL, "use_cache": False}
+        return self.backbone(input_ids=tokens_BL, **options).last_hidden_state
+
     def logits(self, last: Tensor) -> Tensor:
         """lm_head with the family's scaling: [..., V], in the model's dtype, from hidden [..., H] after the norm."""
         logits = self.lm_head(last)

@@ -113,6 +113,15 @@ def test_lora_spares_the_optimizers_state_and_holds_the_weights_twice():
     assert parts[1]["gradients"] == parts[0]["gradients"]
 
 
+def test_medusa2_has_the_target_in_memory_too():
+    usual, joint = load("medusa_llama8b", "train.batch_tokens=4096"), load("medusa2_llama8b")
+    model = plan.model_of(joint)
+    parts = [plan.training_bytes(model, c, 8, 0) for c in (usual, joint)]
+    assert parts[1]["frozen"] - parts[0]["frozen"] == 2 * model.target
+    more = parts[1]["activations"] - parts[0]["activations"]
+    assert more == 2 * 4096 * (32 * 4096 + 14 * 4096 + 4 * 14336)
+
+
 def test_a_target_that_does_not_fit_one_gpu_is_said_to_not_fit(monkeypatch):
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80e9] * 8)
     assert "too much for one GPU of 80.0 GB: it takes 3 of them" in plan.text(load("eagle3_llama70b"))

@@ -43,6 +43,7 @@ class Batch:
     )
     parts: int = 1  # world size x accumulation steps: micro-batches in that optimizer step
     rows: list[str] = field(default_factory=list)  # ids of the documents, for messages
+    read_NT: Tensor | None = None  # last hidden states to read instead, where the teacher's are others
 
     def to(self, device, dtype=None) -> Batch:
         def move(value):

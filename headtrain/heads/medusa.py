@@ -162,8 +162,9 @@ class MedusaHead(Head):
         draft_id_V = self.t2d.cumsum(0) - 1  # of each target id that is in the draft vocabulary
         label_M = draft_id_V[batch.argmax_N[slot_M + 1 + depth_M]]
         last_NT = batch.last_NT.to(self.lm_heads[0].weight.dtype)
+        read_NT = last_NT if batch.read_NT is None else batch.read_NT.to(last_NT.dtype)
         count_D, counts = trained_DN.sum(1).float(), trained_DN.sum(1).tolist()
-        x = [f(last_NT.index_select(0, slots)) for f, slots in zip(self.blocks, slot_M.split(counts), strict=True)]
+        x = [f(read_NT.index_select(0, slots)) for f, slots in zip(self.blocks, slot_M.split(counts), strict=True)]
         rows = [(torch.cat(x), slot_M, depth_M, label_M)]
         if not self.config.share_lm_head:
             rows = list(zip(x, *(values.split(counts) for values in rows[0][1:]), strict=True))

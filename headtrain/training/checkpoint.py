@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headtrain.files import fsync_folder, read_json, sha256_file, write_json
 from headtrain.heads import vocab
-from headtrain.heads.base import Head, save_head
+from headtrain.heads.base import Head
 from headtrain.training.ranks import Ranks
 from headtrain.training.weights import Answer, Average, Shards
 
 VERSION = 3
+Write = Callable[[Head, Path], None]  # of a head into a folder
 MUST_AGREE = ("precision", "optimizer", "ema", "mapping", "data")
 
 
@@ -41,12 +41,12 @@ def mapping_hash(head: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------- writing
 
 def save(
-    folder: Path, state: dict[str, Any], head: Head, fixed: dict[str, Tensor], dtype: torch.dtype, shards: Shards,
+    folder: Path, state: dict[str, Any], head: Head, fixed: dict[str, Tensor], write: Write, shards: Shards,
     average: Average | None, keep: int, ranks: Ranks,
 ) -> Path:  # fmt: skip
     """Writes the checkpoint of `state["step"]` and removes all but the last `keep`. Every process must call it.
 
-    head: the head to serve (weights.Snapshot), saved in `dtype`. fixed: what of its weights is not trained.
+    head: the head to serve (weights.Snapshot), which `write` saves. fixed: what of its weights is not trained.
     """
     from safetensors.torch import save_file
 
@@ -55,7 +55,7 @@ def save(
     if ranks.first:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        save_head(head, part / "head", dtype)
+        write(head, part / "head")
     kinds: dict[str, Sequence[Tensor | None]] = {"weights": shards.flats, **shards.moments()}
     if average:
         kinds["ema"] = average.values

@@ -115,10 +115,15 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     for name, p in named:
         p.use_muon = config.optimizer == "muon" and is_muon_matrix(name, p)
     groups = []
-    for is_matrix, decay in ((True, config.weight_decay), (False, 0.0)):
-        chosen = [p for _, p in named if not p.use_muon and (p.dim() > 1) is is_matrix]
+    for is_matrix, of_target, decay in (
+        (True, False, config.weight_decay), (False, False, 0.0), (True, True, config.weight_decay)
+    ):  # fmt: skip
+        chosen = [
+            p for _, p in named
+            if not p.use_muon and (p.dim() > 1) is is_matrix and getattr(p, "of_target", False) is of_target
+        ]  # fmt: skip
         if chosen:
-            groups.append({"params": chosen, "weight_decay": decay, **adam})
+            groups.append({"params": chosen, "weight_decay": decay, "of_target": of_target, **adam})
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=True)
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

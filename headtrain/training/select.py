@@ -6,7 +6,7 @@ Shapes: N packed positions, K draft tokens, R ranks.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,29 @@ import torch
 
 from headtrain.data_gen.store import CaptureStore
 from headtrain.files import fsync_folder, read_json, write_json, writing
-from headtrain.heads.base import Batch, Head, save_head
+from headtrain.heads.base import Batch, Head
 from headtrain.heads.simulate import Acceptance, accepted_chain, from_histogram, rank_hits
 from headtrain.training.batches import collate
 from headtrain.training.ranks import Ranks
 
 
-def simulate(head: Head, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks) -> Acceptance:
+def simulate(
+    head: Head, store: CaptureStore, rows: list, k: int, batch_tokens: int, ranks: Ranks,
+    followed: Callable[[Batch], Batch] | None = None,
+) -> Acceptance:  # fmt: skip
     """Simulated greedy chain decoding with k drafts over validation rows, which the processes share.
 
-    A head that drafts by depth is told how often each depth's likeliest tokens are right. Every process must call it.
+    A head that drafts by depth is told how often each depth's likeliest tokens are right. followed: what becomes of a
+    batch on the device where the target is trained too. Every process must call it.
     """
     steps_K1 = torch.zeros(k + 1, dtype=torch.long)
     hits_KR, pairs_K = torch.zeros(k, head.ranks, dtype=torch.long), torch.zeros(k, dtype=torch.long)
     for chosen in packed(rows[ranks.rank :: ranks.world], batch_tokens):
         batch: Batch = collate([store.read(row) for row in chosen], [row.id for row in chosen])
         moved = batch.to(ranks.device, next(head.parameters()).dtype)
+        if followed:
+            moved = followed(moved)
+            batch = moved.to("cpu")
         if head.by_depth:
             ranked_NKR = head.ranked(moved, k).cpu()
             drafts_NK = ranked_NKR[..., 0]
@@ -61,9 +68,9 @@ def packed(rows: list, budget: int) -> Iterator[list]:
 class Best:
     """The head with the highest τ: training/best/step-N, named by training/best.json."""
 
-    def __init__(self, folder: Path, ranks: Ranks, dtype: torch.dtype, measure: dict[str, Any]):
-        """measure: how τ is measured. A head found best by another measure counts no more."""
-        self.folder, self.ranks, self.dtype, self.measure = folder, ranks, dtype, measure
+    def __init__(self, folder: Path, ranks: Ranks, write: Callable[[Head, Path], None], measure: dict[str, Any]):
+        """write: saves a head in a folder. measure: how τ is measured; a head found best by another counts no more."""
+        self.folder, self.ranks, self.write, self.measure = folder, ranks, write, measure
         self.path = folder / "best.json"
         known = ranks.agree(read_json(self.path) if ranks.first and self.path.is_file() else None)
         if known and known.get("measure") != measure:
@@ -81,7 +88,7 @@ class Best:
         if not self.ranks.first:
             return
         place = self.folder / "best" / f"step-{step:08d}"
-        save_head(head, place, self.dtype)
+        self.write(head, place)
         known = {"step": step, **facts, "measure": self.measure, "folder": str(place.relative_to(self.folder))}
         write_json(self.path, known)
         for old in place.parent.iterdir():
@@ -101,6 +108,9 @@ def copy_head(source: Path, folder: Path) -> None:
     """Copies a head folder file by file, each whole or absent; config.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+        if path.is_dir():
+            copy_head(path, folder / path.name)
+            continue
         with writing(folder / path.name) as part:
             shutil.copyfile(path, part)
     fsync_folder(folder)

@@ -20,13 +20,15 @@ from headtrain.config import RecipeConfig
 from headtrain.data_gen.store import CaptureStore, ResponseStore
 from headtrain.facts import made_for
 from headtrain.files import fingerprint
-from headtrain.heads.base import Batch, Head, new_head
+from headtrain.heads.base import Batch, Head, new_head, save_head
 from headtrain.target import load_parts
 from headtrain.training import checkpoint
 from headtrain.training.batches import Plan, Reader, collate, count_pairs
 from headtrain.training.guard import Guard
 from headtrain.training.log import Tally, TrainLog, memory
 from headtrain.training.lora import Factors
+from headtrain.training.medusa2 import FOLDER as ADAPTER
+from headtrain.training.medusa2 import Student
 from headtrain.training.optim import Clock, check_optimizer, engine_config, make_optimizer, peak_lr
 from headtrain.training.ranks import Ranks, join, leave, quiet
 from headtrain.training.select import Best, simulate
@@ -75,7 +77,9 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
         config = replace(config, train=replace(config.train, accumulate=accumulate))
     t = config.train
     head = build_head(config, run, ranks.device)
-    model = Answer(head, Factors(head, config.head.lora, config.seed) if config.head.lora.rank else None)
+    factors = Factors(head, config.head.lora, config.seed) if config.head.lora.rank else None
+    student = Student.load(config) if config.head.medusa2.rank else None
+    model = Answer(head, factors, student)
     store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
     for key in ("decode_prompts", "patience"):
         if getattr(t, key) and not valid:
@@ -111,7 +115,13 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
     reader = Reader(store, rows, counts_RD, plan, ranks.rank, ranks.world, first=step)
     dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
     measure = {"k": max(config.eval.k), "decode_prompts": t.decode_prompts}
-    best = Best(folder, ranks, dtype, measure)
+
+    def write(head: Head, place: Path) -> None:
+        save_head(head, place, dtype)
+        if student:
+            student.save(place / ADAPTER, snapshot.adapter)
+
+    best = Best(folder, ranks, write, measure)
     if best.tau is None:
         state.update(best=None, stale=0)
     tally, watch = Tally(head.config, t, ranks.device), Stopwatch(ranks.device, Collectives(ranks.device))
@@ -121,7 +131,8 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
             return
         began = time.monotonic()
         with snapshot.of(engine, shards, average) as served:
-            facts = vars(simulate(served, store, valid, max(config.eval.k), t.batch_tokens, ranks))
+            followed = student.followed if student else None
+            facts = vars(simulate(served, store, valid, max(config.eval.k), t.batch_tokens, ranks, followed))
             tau = facts["tau"]
             if score and t.decode_prompts:
                 tau = facts["decoded_tau"] = ranks.agree(score(served) if ranks.first else None)
@@ -140,7 +151,9 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
             validate(0.0)
         share = progress()
         while share < 1:
-            lr = set_lr(engine, config, clock.share(share, step + 1, t.schedule, t.min_lr))
+            lr = set_lr(engine, config, clock.share(share, step + 1, t.schedule, t.min_lr), share)
+            if student:
+                student.joint = share >= config.head.medusa2.heads_first
             watch.exact = (step + 1) % t.log_every == 0
             guard.reset()
             first = step * parts + ranks.rank  # this process's first micro-batch of the step, of all in the run
@@ -170,7 +183,7 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
                 state |= {"step": step, "elapsed": clock.elapsed, "parts": parts, "guard": guard.state(), **expected}
                 with snapshot.of(engine, shards, average) as served:
                     checkpoint.save(
-                        folder / "checkpoints", state, served, snapshot.fixed, dtype, shards, average, t.keep, ranks
+                        folder / "checkpoints", state, served, snapshot.fixed, write, shards, average, t.keep, ranks
                     )
                 tally.leave_out(time.monotonic() - began)
         if step == 0:
@@ -271,10 +284,18 @@ def resume_from(folder: Path, ranks: Ranks) -> Path | None:
 
 # ------------------------------------------------------------------------------------------------- the loop
 
-def set_lr(engine: Any, config: RecipeConfig, share: float) -> float:
-    """Sets the learning rate of every group to `share` of its peak; returns AdamW's."""
+def set_lr(engine: Any, config: RecipeConfig, share: float, done: float) -> float:
+    """Sets the learning rate of every group to `share` of its peak; returns AdamW's. done: share of the run.
+
+    The target's factors (head.medusa2) wait for the heads, and then have a warm-up of their own.
+    """
+    joint = config.head.medusa2
     for group in engine.optimizer.param_groups:
-        group["lr"] = share * peak_lr(group, config.train)
+        peak = peak_lr(group, config.train)
+        if group.get("of_target"):
+            waited = (done - joint.heads_first) / max(config.train.warmup, 1e-9)
+            peak = (joint.lr or config.train.lr / 4) * min(1.0, max(0.0, waited))
+        group["lr"] = share * peak
     return share * config.train.lr
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from headtrain.heads.base import Head, HeadOutput
 from headtrain.training.lora import Factors
+from headtrain.training.medusa2 import Student
 from headtrain.training.ranks import Ranks
 
-FACTORS = "lora"  # first part of the names of factors
+FACTORS, TARGET = "lora", "target"  # first parts of the names of factors: of the head, of the target
 
 
 class Answer(nn.Module):
-    """The head as DeepSpeed runs it, with the factors of its LoRA where it has any.
+    """The head as DeepSpeed runs it, with the factors of its LoRA, or with a target in training, where there is one.
 
     The anchor is a scalar that wants a gradient, and adds nothing to the loss.
     DeepSpeed prepares its backward pass by hooks on the forward's tensors. It finds those of a tuple but not those of a
@@ -33,29 +34,42 @@ class Answer(nn.Module):
     gradient is what tells it when all the weights have theirs.
     """
 
-    def __init__(self, head: Head, factors: Factors | None = None):
+    def __init__(self, head: Head, factors: Factors | None = None, student: Student | None = None):
         super().__init__()
-        self.head, self.factors = head, factors
+        self.head, self.factors, self.student = head, factors, student
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Every parameter by name: the head's, and those of factors."""
+        """Every parameter by name: the head's, and those of factors (the target's after `target.`)."""
         own = dict(self.head.named_parameters())
         found = self.factors.named_parameters(FACTORS) if self.factors else ()
-        return own | {name: p for name, p in found if "lora_" in name}
+        of_target = self.student.weights() if self.student else {}
+        own |= {name: p for name, p in found if "lora_" in name}
+        return own | {f"{TARGET}.{name}": p for name, p in of_target.items()}
 
     def take(self, tensors: dict[str, Tensor], assign: bool = False) -> None:
-        """Takes over tensors by the names of `weights` and of the head's buffers. assign: these very tensors."""
-        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{FACTORS}.")}
+        """Takes over tensors by the names of `weights` and of the head's buffers. assign: these very tensors; those of
+        the target are then left out."""
+        own = {n: tensor for n, tensor in tensors.items() if not n.startswith((f"{FACTORS}.", f"{TARGET}."))}
         self.head.load_state_dict(own, assign=assign)
         if self.factors:
             given = {name.removeprefix(f"{FACTORS}."): t for name, t in tensors.items() if name not in own}
             self.factors.load_state_dict(given, strict=False, assign=assign)
+        if self.student and not assign:
+            for name, p in self.student.weights().items():
+                p.data.copy_(tensors[f"{TARGET}.{name}"])
 
     def forward(self, batch: Any, anchor: Tensor) -> tuple[Tensor, ...]:
         if self.factors:
             self.factors.lend()
+        more = torch.zeros_like(anchor)
+        if self.student and self.student.joint:
+            read_NT = self.student.last_states(batch)
+            more = self.student.distill * self.student.loss(self.head, batch, read_NT)
+            batch = replace(batch, read_NT=read_NT)
+        elif self.student:  # the graph must still reach every parameter
+            more = 0.0 * sum(p.sum() for p in self.student.parameters())
         loss, *sums = vars(self.head(batch)).values()
-        return (loss + 0.0 * anchor, *sums)
+        return (loss + more + 0.0 * anchor, *sums)
 
 
 def answer(engine: Any, batch: Any) -> HeadOutput:
@@ -185,7 +199,10 @@ class Snapshot:
     def __init__(self, model: Answer):
         """To be made before the engine starts."""
         self.fixed: dict[str, Tensor] = {}  # in use: what is not trained, as it is without factors
+        self.adapter: dict[str, Tensor] = {}  # in use: the target's factors
         kept: dict[int, Any] = {id(model.head._lent): model.head._lent}
+        if model.student:
+            kept[id(model.student.outside)] = model.student.outside
         for tensor in (*model.parameters(), *model.buffers()):
             meta = torch.empty_like(tensor, device="meta")
             kept[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
@@ -210,6 +227,7 @@ class Snapshot:
                 tensors[name] = _gathered(p)
         self._twin.take(tensors, assign=True)
         self.fixed = {name: tensor for name, tensor in tensors.items() if name not in shards.places}
+        self.adapter = {n.removeprefix(f"{TARGET}."): t for n, t in tensors.items() if n.startswith(f"{TARGET}.")}
         try:
             with torch.no_grad():
                 if self._twin.factors:
@@ -217,7 +235,7 @@ class Snapshot:
                 yield self._twin.head
         finally:
             self._twin.to("meta")
-            self.fixed = {}
+            self.fixed, self.adapter = {}, {}
 
 
 def _gathered(p: nn.Parameter) -> Tensor:
