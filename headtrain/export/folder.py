@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from headtrain.export import ExportError
-from headtrain.files import fsync_folder, read_json
+from headtrain.files import read_json, replacing
 from headtrain.heads.base import section_config
 
 
@@ -108,26 +105,3 @@ def check_place(out_dir: Path, ours: set[str]) -> None:
             raise ExportError(f"{out_dir} is a file; name a folder")
         if strange := sorted(p.name for p in out_dir.iterdir() if p.name not in ours):
             raise ExportError(f"{out_dir} holds other files ({', '.join(strange)}); name an empty or new folder")
-
-
-@contextlib.contextmanager
-def replacing(out_dir: Path):
-    """Yields an empty folder beside out_dir; what the block puts there is flushed and takes out_dir's place at once."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    part = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.part")
-    aside = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.old")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        yield part
-        for file in part.iterdir():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        fsync_folder(part)
-        with contextlib.suppress(FileNotFoundError):
-            out_dir.rename(aside)
-        part.rename(out_dir)
-        fsync_folder(out_dir.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)

@@ -76,6 +76,8 @@ def import_head(
             folder = head_folder(place, FILES)
             names = set(weights.stored(folder))
         format = detect(config, names, str(folder))
+    if format != "mtp" and config.get("quantization_config"):
+        said.append("quantization_config is left out: it is another model's, the tensors here are not quantised")
     if format == "mtp":
         head = mtp.read(place, said)
         unused = taps, engine_version

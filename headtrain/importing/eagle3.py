@@ -79,6 +79,8 @@ def settle(f: Foreign, config: HeadConfig) -> None:
     if "lm_head.weight" not in f.tensors and config.draft_vocab_size == config.vocab_size:
         f.tensors["lm_head.weight"] = f.target.parts.lm_head.to(f.tensors["fc.weight"].dtype)
         f.said.append("lm_head.weight is not there: the target's, as engines do")
+    elif f.keys.raw.get("tie_word_embeddings"):
+        f.said.append("tie_word_embeddings is true, but there is a lm_head.weight: that counts")
     if not getattr(config, "own_embedding", False):
         f.without_embedding()
     settle_vocab(f, config.vocab_size, config.draft_vocab_size, ["lm_head.weight"] * ("lm_head.weight" in f.tensors))
@@ -91,8 +93,9 @@ def rename(f: Foreign, sizes: dict[str, Any]) -> None:
         if name.startswith("layers.0."):
             f.rename(name, name.replace("layers.0.", "midlayer.", 1))
         elif "mask_hidden" in name:
-            mask = f.tensors.pop(name)
-            f.tensors["mask_hidden"] = mask.reshape(1, -1)
+            if name != "mask_hidden":
+                f.rename(name, "mask_hidden")
+            f.tensors["mask_hidden"] = f.tensors["mask_hidden"].reshape(1, -1)
         elif re.fullmatch(r"layers\.\d+\.hidden_norm\.weight", name):
             del f.tensors[name]
             f.said.append(f"{name} is left out: vLLM does not use it")

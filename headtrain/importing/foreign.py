@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headtrain.config import TargetConfig
+from headtrain.hub_read import hub_id
 from headtrain.importing.keys import HeadImportError, Keys
 from headtrain.target import TargetParts, load_parts, model_path
 
 EMBEDDINGS = ("embed_tokens.weight", "embed.weight")
+
+
+def source_of(place: str) -> TargetConfig:
+    """A model given as a folder, a file or a Hub id, `user/name@revision`."""
+    name, revision = (None if Path(place).exists() else hub_id(place)) or (place, None)
+    return TargetConfig(model=name, revision=revision)
 
 
 class TargetFacts:
@@ -22,11 +30,12 @@ class TargetFacts:
     def __init__(self, model: str):
         from transformers import AutoConfig
 
-        self.source = TargetConfig(model=model)
+        self.source = source = source_of(model)
         try:
-            self.config = AutoConfig.from_pretrained(model_path(self.source)).get_text_config()
+            self.config = AutoConfig.from_pretrained(model_path(source), revision=source.revision).get_text_config()
         except (OSError, ValueError) as error:
-            raise HeadImportError(f"target={model}: its config.json cannot be read ({error})") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise HeadImportError(f"target={model}: its config.json cannot be read ({reason})") from error
 
     @functools.cached_property
     def parts(self) -> TargetParts:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from headtrain.config import HeadSection, TargetConfig
+from headtrain.config import HeadSection
 from headtrain.heads.mtp import MtpHead
+from headtrain.importing.foreign import source_of
 from headtrain.importing.keys import HeadImportError
 from headtrain.importing.weights import stored
 from headtrain.target import load_parts
@@ -18,7 +19,7 @@ def read(place: str, said: list[str]) -> MtpHead:
     if Path(place).is_dir():
         stored(Path(place))  # says which of its files is broken
     section = HeadSection(type="mtp", draft_vocab="full")
-    parts = load_parts(TargetConfig(model=place))
+    parts = load_parts(source_of(place))
     head = MtpHead.fresh(section, parts)
     head.start_from(parts, torch.arange(len(parts.lm_head)), None, None)
     for name, tensor in head.trained_tensors().items():

@@ -236,6 +236,21 @@ def test_the_targets_own_embedding_and_lm_head_are_taken_out_or_put_in(bring, en
     assert load_head(found.folder).config.draft_vocab_size == made.VOCAB
 
 
+def test_what_a_config_took_over_from_the_target_is_left_out_and_said(bring):
+    config, tensors = made.sglang()
+    found = bring((config | {"tie_word_embeddings": True, "quantization_config": {"quant_method": "fp8"}}, tensors))
+    written = json.loads((found.folder / "config.json").read_text())
+    assert "quantization_config" not in written and written["tie_word_embeddings"] is False
+    said = "\n".join(found.said)
+    assert "quantization_config is left out" in said and "tie_word_embeddings is true, but" in said
+
+
+def test_a_target_that_cannot_be_read_is_one_line(bring, tmp_path):
+    with pytest.raises(HeadImportError, match=r"target=.*nowhere: its config\.json cannot be read") as caught:
+        bring(made.sglang(), target=str(tmp_path / "nowhere"))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_peagle_head_keeps_an_embedding_of_its_own(bring, ends):
     config, tensors = made.peagle()
     own = ends["embedding"] + 1
