@@ -43,6 +43,8 @@ HEADS = {
         "llama", HeadSection("eagle3", taps=[6], norm_before_residual=True, kv_heads=1), "eagle3"
     ),
     "EAGLE-3 for Qwen3": Case("qwen3", HeadSection("eagle3", draft_vocab=100), "eagle3"),
+    "EAGLE-3 for Llama 3's rope": Case("llama3", HeadSection("eagle3"), "eagle3"),
+    "EAGLE-3 for Qwen3 with YaRN": Case("qwen3_yarn", HeadSection("eagle3"), "eagle3"),
     "EAGLE": Case("llama", HeadSection("eagle"), "eagle"),
     "P-EAGLE, two layers": Case("llama", HeadSection("peagle", layers=2), "eagle3", parallel=True),
     "P-EAGLE, own embedding, draft vocabulary": Case(
@@ -54,6 +56,15 @@ HEADS = {
     "MTP of Qwen3-Next": Case("qwen3_next", HeadSection("mtp"), "mtp"),
     "MTP of GLM-4 MoE": Case("glm4_moe", HeadSection("mtp"), "mtp", before_norm=True),
 }
+ROPES = {  # targets with another rope, told from the default one at the lengths of these texts
+    "llama3": ("llama", {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }),
+    "qwen3_yarn": ("qwen3", {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+    }),
+}  # fmt: skip
 WITH_MODULE = {  # targets whose checkpoint has an MTP module: what their config needs besides tiny.SIZES
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen3_next": {
@@ -73,7 +84,8 @@ def targets(tiny, mtp_targets, tmp_path_factory):
     def get(family):
         folder = tmp_path_factory.mktemp(family)
         if family not in WITH_MODULE:
-            return tiny.make_target(folder, family), folder
+            kind, rope = ROPES.get(family, (family, None))
+            return tiny.make_target(folder, kind, **({"rope_parameters": rope} if rope else {})), folder
         sizes = {k: v for k, v in tiny.SIZES.items() if k not in ("num_hidden_layers", "initializer_range")}
         built = "qwen2" if family == "mimo" else family
         mtp_targets.make(folder, built, width=tiny.SIZES["initializer_range"], **(sizes | WITH_MODULE[family]))

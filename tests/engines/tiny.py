@@ -58,12 +58,12 @@ class Decoding:
         return sum(map(len, self.steps))
 
 
-def make_target(folder: Path, family: str = "llama") -> Target:
+def make_target(folder: Path, family: str = "llama", **more) -> Target:
     """Writes a random target; its norms are not 1, so that what is before and after one differs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | more)), dtype=torch.float32)
     scatter(model, 0.3)
     model.save_pretrained(folder)
     return load_target(folder)
