@@ -73,6 +73,7 @@ ALL = {"prompts", "responses", "captures", "training", "report", "export"}
         ("train.keep=9", set()),
         ("train.log_every=9", set()),
         ("logger=wandb", set()),
+        ("push.repo=ann/mine", set()),
         ("run_dir=elsewhere", set()),
         ("description=words", set()),
         ("target.device=cpu", set()),
