@@ -10,6 +10,7 @@ from pathlib import Path
 from headtrain.files import locate
 
 HEAD_FILES = ["config.json", "model.safetensors"]
+MORE_FILES = ["adapter/*"]  # of a head that was trained along with an adapter of its target
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -17,11 +18,11 @@ class HubError(ValueError):
     """A model or head that is neither on the Hub nor in the local Hub cache; the message says what to do."""
 
 
-def head_folder(place: str | Path, files: list[str] = HEAD_FILES, key: str = "head") -> Path:
+def head_folder(place: str | Path, files: list[str] | None = None, key: str = "head") -> Path:
     """The folder of a head given as a folder, or as a Hub id: `user/name`, `user/name@revision`.
 
-    files: name patterns of what a Hub id is asked for; key: whose value `place` is, for the message of a HubError.
-    A place that is neither is returned as a path, for the reader to complain about.
+    files: name patterns of what a Hub id is asked for, by default a head of ours; key: whose value `place` is, for the
+    message of a HubError. A place that is neither is returned as a path, for the reader to complain about.
     """
     path, hub = Path(locate(str(place))).expanduser(), hub_id(place)
     if hub is None or path.exists():
@@ -30,7 +31,7 @@ def head_folder(place: str | Path, files: list[str] = HEAD_FILES, key: str = "he
 
     name, revision = hub
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files or HEAD_FILES + MORE_FILES))
     except (*hub_errors(), errors.HFValidationError) as error:
         raise not_on_the_hub(f"{key}={place}", error) from error
 

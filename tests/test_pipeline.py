@@ -175,7 +175,8 @@ def test_a_head_on_the_hub_is_fetched_at_its_revision(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **more: asked.append((a, more)) or tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert evaluation.found_head("me/head@v1") == tmp_path
-    assert asked == [(("me/head",), {"revision": "v1", "allow_patterns": ["config.json", "model.safetensors"]})]
+    files = ["config.json", "model.safetensors", "adapter/*"]
+    assert asked == [(("me/head",), {"revision": "v1", "allow_patterns": files})]
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_line(headtrain, tmp_path):

@@ -68,18 +68,21 @@ def import_head(
         raise HeadImportError(f"format={format}: unknown; there is auto, {', '.join(FORMATS)}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise HeadImportError(f"out={out} exists; name a new folder")
+    remote = hub_id(place) is not None and not Path(place).exists()
     folder = head_folder(place, ["config.json", weights.INDEX])  # no weights yet: it may be a whole target
     config = weights.read_object(folder / "config.json")
     if format == "auto":
         names = weights.listed(folder)
-        if Path(place).exists() or not names:
+        if not remote or not names:
             folder = head_folder(place, FILES)
             names = set(weights.stored(folder))
         format = detect(config, names, str(folder))
     if format != "mtp" and config.get("quantization_config"):
         said.append("quantization_config is left out: it is another model's, the tensors here are not quantised")
+    if format == "headtrain" and (folder / "adapter").is_dir():
+        raise HeadImportError(f"{folder}: a head with an adapter of its target needs no import; use it as it is")
     if format == "mtp":
-        head = mtp.read(place, said)
+        head = mtp.read(place if remote else str(folder), said)
         unused = taps, engine_version
         tensors = {name: tensor.detach().contiguous() for name, tensor in head.portable_tensors().items()}
     else:
@@ -93,7 +96,7 @@ def import_head(
     for key, value in zip(("taps", "engine_version"), unused, strict=True):
         if value is not None:
             raise HeadImportError(f"{key}={value}: nothing of this checkpoint is unclear without it; leave it out")
-    _write(out, head, tensors, {"format": format, "head": place if hub_id(place) else folder.name, "said": said})
+    _write(out, head, tensors, {"format": format, "head": place if remote else folder.name, "said": said})
     return Imported(out, head.config.type, format, said)
 
 

@@ -364,6 +364,13 @@ def test_what_is_no_draft_head_is_said_with_its_tensors():
         detect({"num_hidden_layers": 4}, {"model.norm.weight", "lm_head.weight"}, "here")
 
 
+def test_a_head_of_ours_that_brings_an_adapter_is_used_as_it_is(bring, tmp_path):
+    folder = bring(made.sglang()).folder
+    (folder / "adapter").mkdir()
+    with pytest.raises(HeadImportError, match="needs no import; use it as it is"):
+        import_head(str(folder), tmp_path / "again")
+
+
 def test_a_target_that_nobody_names_is_asked_for(tmp_path):
     made.write(tmp_path / "theirs", *made.sglang())
     with pytest.raises(HeadImportError, match="target=… is missing"):

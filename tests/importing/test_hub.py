@@ -104,7 +104,7 @@ def test_only_the_needed_files_are_asked_for(tmp_path, monkeypatch, target):
     asked.clear()
     with pytest.raises(ValueError, match="import the head first"):
         load_head("me/theirs")
-    assert asked == [("me/theirs", None, ["config.json", "model.safetensors"])]
+    assert asked == [("me/theirs", None, ["config.json", "model.safetensors", "adapter/*"])]
 
 
 @pytest.mark.parametrize("read", [load_head, evaluation.found_head, lambda place: import_head(place, "never")])
