@@ -14,7 +14,7 @@ from headtrain.files import read_json, sha256_file
 
 ENGINES = {
     "vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "llama_cpp": "llama.cpp",
-    "speculators": "vLLM and the speculators library", "eagle": "the original EAGLE code",
+    "speculators": "the speculators library", "eagle": "the original EAGLE code",
     "medusa": "the original Medusa code",
 }  # fmt: skip
 

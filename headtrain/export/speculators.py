@@ -59,6 +59,7 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         "headtrain": ours,
     }
     made.ours = False
+    made.notes = ["vLLM loads this layout"]
     made.command = lambda target, folder, k: _command(kind, named, target, folder, k)
     if named:
         made.notes.append(f"`vllm serve HEAD_FOLDER` alone serves {named} with it, {ours['unroll']} drafts a step")
