@@ -21,7 +21,7 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
     if ours["draft_vocab_size"] != ours["vocab_size"]:
         raise ExportError(
             f"draft vocabulary of {ours['draft_vocab_size']} tokens: the original Medusa code drafts over all of "
-            f"the target's; {NEAREST}, or train with head.draft_vocab=full"
+            "the target's, and so does vLLM; train with head.draft_vocab=full"
         )
     blocks = ours["blocks"]
     if blocks > 1:

@@ -8,12 +8,20 @@ from functools import partial
 from typing import Any
 
 from headtrain.engines import SGLANG_FIRST_IS_1_SINCE, serve_command, sglang_rules_agree
+from headtrain.export import ExportError
 from headtrain.export.build import contract_for
 from headtrain.export.contracts import load_contract
 from headtrain.export.folder import HeadFolder, Layout
 
 
 def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layout:
+    """ExportError for a Medusa head with a reduced draft vocabulary: vLLM 0.32.0 does not start with one."""
+    ours = head.ours
+    if head.kind == "medusa" and ours["draft_vocab_size"] != ours["vocab_size"]:
+        raise ExportError(
+            f"draft vocabulary of {ours['draft_vocab_size']} tokens: vLLM's loader stops at the token_map of such a "
+            "Medusa head; train with head.draft_vocab=full"
+        )
     made = native(head)
     made.contract, made.version = contract_for("vllm", head.kind, version)
     return made
