@@ -69,8 +69,8 @@ def _tap_faults(head: HeadFolder) -> list[str]:
         ]
     if taps[-1] == blocks:
         return [
-            f"taps {taps}: llama.cpp does not hand out the stream after the last block ({blocks}): train with others "
-            f"(head.taps), or serve with vLLM (format=vllm)"
+            f"taps {taps}: llama.cpp hands no head the stream after the last block ({blocks}); train with other taps "
+            "(head.taps), or serve with vLLM (format=vllm)"
         ]
     return []
 
@@ -134,7 +134,7 @@ def write(path: Path, layout: Layout, tokenizer: GGUFReader) -> None:
     _write_keys(writer, layout.config)
     writer.add_file_type(LlamaFileType[file_type])
     for key, field in tokenizer.fields.items():
-        if key.startswith("tokenizer."):
+        if key.startswith("tokenizer.") and field.data:  # empty lists cannot be written
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
     for name, array in _arrays(layout.config, layout.tensors).items():
         kind = GGMLQuantizationType[matrices if array.ndim > 1 else "F32"]

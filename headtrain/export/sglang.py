@@ -24,11 +24,22 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         made.notes.append("--speculative-use-rejection-sampling wants a draft vocabulary as large as the target's")
     if kind == "eagle3":
         _count_layers(made, info.get("family"), version)
+        _check_last_tap(made, info.get("family"))
     return made
 
 
 def _command(kind: str, target: str, head: str, k: int) -> str:
     return serve_command("sglang", target, head, k, head_type=kind)
+
+
+def _check_last_tap(made: Layout, family: str | None) -> None:
+    """Most targets hand out what enters their blocks, so never the stream after the last one."""
+    taps, able = made.config["headtrain"].get("taps"), made.contract["after_the_last_block"]
+    if taps and taps[-1] == made.config["headtrain"].get("target_layers") and family not in able:
+        made.faults.append(
+            f"taps {taps}: SGLang hands a head the stream after the last block ({taps[-1]}) only from targets of "
+            f"{', '.join(able)}, not of {family}; train with other taps (head.taps), or serve with vLLM (format=vllm)"
+        )
 
 
 def _count_layers(made: Layout, family: str | None, version: str | None) -> None:
