@@ -230,7 +230,9 @@ def data_facts(run: Path, config: dict[str, Any], warnings: list[str]) -> dict[s
         facts["stages"][stage] = {key: manifest.get(key) for key in ("complete", "counts", "left_out", "on_policy")}
     counts = facts["stages"].get("responses", {}).get("counts") or {}
     section = config.get("data", {})
-    facts["on_policy"] = (section.get("responses") or {}).get("backend", "local") != "given"
+    given = (section.get("responses") or {}).get("backend", "local") == "given"
+    # given answers that came as the target's own token ids are on-policy; the stage knows
+    facts["on_policy"] = not given or facts["stages"].get("responses", {}).get("on_policy") is True
     facts["sources"] = [source.get("source") for source in section.get("prompts") or []]
     facts["responses_used"] = counts.get("train", counts.get("rows"))
     facts["response_tokens"] = counts.get("supervised_train")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -66,7 +67,10 @@ def generate(config: RecipeConfig, inspect: int = 0) -> None:
             argv = children.python("stage", "inspect", f"run_dir={job.run}", f"rows={inspect}")
             children.run([Child(argv, log)], "inspect", Progress)
             text = log.read_text(encoding="utf-8")
-            print(text[text.index("---") :] if "---" in text else "no rows")
+            text = text[text.index("---") :] if "---" in text else "no rows"
+            if sys.stdout.isatty():
+                text = text.replace("⟦", "\033[32m⟦").replace("⟧", "⟧\033[0m")
+            print(text)
 
 
 def train(config: RecipeConfig) -> None:
