@@ -53,7 +53,7 @@ COMMANDS = {
     "export": Command(
         "a head's folder to the layout of a serving engine", False,
         {
-            "head": "the head's folder (needed)",
+            "head": "the head's folder or Hub id (needed)",
             "format": "the engine or layout: vllm, sglang, trtllm, speculators, eagle, medusa; gguf: llama.cpp; "
             "mtp: the target's checkpoint with a trained MTP module (needed)",
             "out": "folder to write (default: export/FORMAT beside the head's folder)",
@@ -96,10 +96,11 @@ COMMANDS = {
             "head": "the head's folder or Hub id (needed)",
             "target": "the target's place (needed); target.revision, target.adapter, target.template_kwargs, …: as in "
             "a recipe",
+            "engine": "whose reading of the folder counts: vllm (default), sglang, tensorrt_llm or llama_cpp",
             "engine_url": "a running vLLM or SGLang server, whose acceptance is looked at too",
             "report": "report.json of the head, or its run's folder (default: of the run the head lies in)",
             "prompts": "a .jsonl file of chats to draft along (default: the run's held-out ones, else headtrain's own)",
-            "limit": "how many of them (default 4)",
+            "limit": "how many of them (default 8)",
             "k": "draft tokens a step (default: the report's, else 5)",
             "max_new_tokens": "length of the target's answers (default 48)",
             "probe": "false: without loading the target",
@@ -377,7 +378,7 @@ def _doctor(arguments: list[str]) -> int:
     config = load_overrides([text.replace("target=", "target.model=", 1) if text.startswith("target=") else text
                              for text in of_target])  # fmt: skip
     numbers = {key: _whole(given, key) for key in ("limit", "k", "max_new_tokens") if key in given}
-    texts = {key: given[key] for key in ("engine_url", "report", "prompts") if given.get(key)}
+    texts = {key: given[key] for key in ("engine", "engine_url", "report", "prompts") if given.get(key)}
     probe, as_json = (_flag(given, key, default) for key, default in (("probe", True), ("json", False)))
     from headtrain.doctor import Settings, doctor
     from headtrain.evaluation import found_head

@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.config import ConfigError, TargetConfig
-from headtrain.doctor_checks import ABOUT, FAULT, OK, WARNING, Case, Finding, checks, contract_faults, fault
+from headtrain.doctor_checks import (
+    ABOUT,
+    ENGINES,
+    FAULT,
+    OK,
+    OTHER_TARGET,
+    WARNING,
+    Case,
+    Finding,
+    checks,
+    contract_faults,
+    fault,
+)
 from headtrain.engine_metrics import EngineError, models, read_engine
 from headtrain.expected import Expected, find_report, read_expected
 from headtrain.files import read_json, sha256_file
@@ -28,10 +40,11 @@ SMOKE_PROMPTS = "smoke_prompts.jsonl"
 class Settings:
     """What the command is asked for besides head and target."""
 
+    engine: str = "vllm"  # whose contract the folder is held to
     engine_url: str | None = None
     report: str | None = None
     prompts: str | None = None  # a .jsonl file of chats; None: the run's held-out ones, else some of headtrain's own
-    limit: int = 4  # prompts
+    limit: int = 8  # prompts
     k: int | None = None  # draft tokens a step; None: the report's, else 5
     max_new_tokens: int = 48
     probe: bool = True  # with the target loaded
@@ -40,7 +53,7 @@ class Settings:
 def examine(folder: Path, target: TargetConfig, settings: Settings) -> Iterator[Finding]:
     """The findings, as they are made. Raises ConfigError or TargetError where head or target cannot be read at all."""
     config, tensors = _read(folder)
-    case = _case(config, tensors, target)
+    case = _case(folder, config, tensors, target, settings.engine)
     expected = _expected(folder, settings.report)
     yield from checks(case)
     if settings.probe:
@@ -65,25 +78,23 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"{folder / 'model.safetensors'} cannot be read ({error}); copy the head again") from error
 
 
-def _case(config: dict[str, Any], tensors: dict[str, Any], target: TargetConfig) -> Case:
+def _case(folder: Path, config: dict[str, Any], tensors: dict[str, Any], target: TargetConfig, engine: str) -> Case:
     """The head beside what its target's files say; loads the target's embedding, lm_head and final norm alone."""
-    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     from headtrain.identity import target_identity
+    from headtrain.stages import load_tokenizer
     from headtrain.target import load_parts, model_path
 
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine}: unknown; known: {', '.join(ENGINES)}")
     with tempfile.TemporaryDirectory() as scratch:  # pins of a run that there is not
         identity = target_identity(target, Path(scratch))
-    parts, path = load_parts(target), model_path(target)
-    raw = PreTrainedConfig.get_config_dict(path, revision=target.revision)[0]
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, revision=target.revision, trust_remote_code=target.trust_remote_code
-    )
-    case = Case(config, tensors, parts, target, identity, tokenizer, raw.get("quantization_config"))
-    try:
-        case.faults = contract_faults(case.kind, config, tensors)
-    except FileNotFoundError:
-        case.faults = {}
+    parts = load_parts(target)
+    raw = PreTrainedConfig.get_config_dict(model_path(target), revision=target.revision)[0]
+    quantization = raw.get("quantization_config")
+    case = Case(config, tensors, parts, target, identity, load_tokenizer(target), quantization, engine=engine)
+    case.faults = contract_faults(folder, engine, case.kind, config, tensors)
     return case
 
 
@@ -100,24 +111,17 @@ def _probe(
     from headtrain.eval.suites import load_suite
     from headtrain.target import Target
 
-    if any(finding.status == FAULT for finding in _sizes(case)):
-        yield from _sizes(case)
+    hidden = case.config.get("target_hidden_size") or case.config.get("hidden_size")
+    own, theirs = (case.config.get("vocab_size"), hidden), tuple(case.parts.lm_head.shape)
+    if own != theirs:
+        yield fault("drafts", f"not run: the head is for {own[0]} tokens and hidden size {own[1]}, the target has "
+                    f"{theirs[0]} and {theirs[1]}", mend=OTHER_TARGET)  # fmt: skip
         return
     loaded = Target.load(target, "float32")
     rows = load_suite(*_suite(folder, settings.prompts), settings.limit)
     prompts = [prompt_ids(case.tokenizer, row.messages, target.template_kwargs) for row in rows]
     k = settings.k or (len(expected.alpha) if expected else 5)
     yield from probe(case, folder, loaded, prompts, k=k, new=settings.max_new_tokens, expected=expected)
-
-
-def _sizes(case: Case) -> list[Finding]:
-    """A head of another shape of target cannot be run at all."""
-    hidden = case.config.get("target_hidden_size") or case.config.get("hidden_size")
-    theirs = tuple(case.parts.lm_head.shape)
-    if (case.config.get("vocab_size"), hidden) == theirs:
-        return []
-    says = f"not run: made for {case.config.get('vocab_size')} tokens and hidden size {hidden}, the target has "
-    return [fault("drafts", f"{says}{theirs[0]} and {theirs[1]}")]
 
 
 def _suite(folder: Path, prompts: str | None) -> tuple[str, Path | None]:
@@ -177,6 +181,9 @@ def summary(findings: list[Finding]) -> str:
 
 def doctor(head: Path, target: TargetConfig, settings: Settings, as_json: bool = False) -> int:
     """The command; returns its exit status: 1 with a fault, else 0."""
+    from headtrain.stages import quiet_libraries
+
+    quiet_libraries()
     findings = []
     for found in examine(head, target, settings):
         findings.append(found)

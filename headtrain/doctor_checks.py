@@ -9,19 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from headtrain.config import TargetConfig
+from headtrain.config import ConfigError, TargetConfig
 from headtrain.engines import NUMBERINGS, TapsError, engine_ids, sglang_rules_agree
 from headtrain.facts import head_rope
 from headtrain.heads.vocab import mapping_hash
 from headtrain.target import TargetParts
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp")
+FORMATS = {"tensorrt_llm": "trtllm", "llama_cpp": "gguf"}  # export formats that are not called as their engine
 SAMPLED = 64  # rows of lm_head that are looked for among the target's
 MESSAGES = [{"role": "user", "content": "Hello"}]
 OTHER_TARGET = "give the target that the head was trained for"
@@ -77,6 +80,7 @@ class Case:
     tokenizer: Any
     quantization: dict[str, Any] | None = None  # of the target's config.json
     faults: dict[str, list[str]] = field(default_factory=dict)
+    engine: str = "vllm"
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -108,15 +112,27 @@ def warning(check: str, says: str, costs: str = "", mend: str = "") -> Finding:
     return Finding(check, WARNING, says, costs or ABOUT[check][0], mend or ABOUT[check][1])
 
 
-def contract_faults(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Every way in which vLLM's loader would misread the folder, by the check it belongs to.
+def contract_faults(
+    folder: Path, engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, list[str]]:
+    """Every way in which the engine's loader would misread the folder as it lies, by the check it belongs to, and what
+    was never trained. ConfigError for an engine that takes no such heads.
 
-    Raises FileNotFoundError for head types without a contract.
+    An MTP module is no folder of an engine's: it is checked when it is put back into its checkpoint.
     """
+    from headtrain.export import audit
     from headtrain.export.contracts import faults, load_contract
 
+    if kind == "mtp":
+        return {}
+    try:
+        found = faults(load_contract(engine, kind), config, tensors)
+    except FileNotFoundError as error:
+        raise ConfigError(f"engine={engine}: {error.args[0]}") from error
+    more = audit(folder, FORMATS.get(engine, engine), target_info={})
+    found += [text for text in more if "never trained" in text and text not in found]
     sorted_out: dict[str, list[str]] = {}
-    for text in faults(load_contract("vllm", kind), config, tensors):
+    for text in found:
         check = next((name for name, words in _BELONGS.items() if re.search(words, text)), "files")
         sorted_out.setdefault(check, []).append(text)
     return sorted_out
@@ -125,8 +141,11 @@ def contract_faults(kind: str, config: dict[str, Any], tensors: dict[str, Tensor
 # ----------------------------------------------------------------------------------------------------- the folder
 
 def files(case: Case) -> Iterator[Finding]:
-    if not case.faults.get("files"):
-        yield Finding("files", OK, f"{len(case.tensors)} tensors and {len(case.config)} keys, as engines read them")
+    if case.kind == "mtp":
+        yield Finding("files", OK, "an MTP module is checked when it is put into its checkpoint (export format=mtp)")
+    elif not case.faults.get("files"):
+        says = f"{len(case.tensors)} tensors and {len(case.config)} keys, as {case.engine} reads them"
+        yield Finding("files", OK, says)
 
 
 def taps(case: Case) -> Iterator[Finding]:
@@ -134,6 +153,8 @@ def taps(case: Case) -> Iterator[Finding]:
     trained, blocks = case.ours.get("taps"), case.parts.config.num_hidden_layers
     if (made := case.ours.get("target_layers")) not in (None, blocks):
         yield fault("taps", f"the head was made for {made} blocks, the target has {blocks}", mend=OTHER_TARGET)
+    elif (held := (case.made_for.get("captures") or {}).get("taps")) and held != trained:
+        yield fault("taps", f"the head is said to read taps {trained}, but its captures held {held}")
     elif trained and "taps" not in case.faults:
         yield Finding("taps", OK, f"blocks {trained} of {blocks}; {_numberings(trained, blocks)}")
         if not sglang_rules_agree(trained, blocks):
@@ -157,14 +178,14 @@ NORM_KEYS = {"norm_before_residual": ("eagle3", "peagle"), "norm_output": ("eagl
 def norms(case: Case) -> Iterator[Finding]:
     """The flags that say where norms stand, as engines read them and as trained; an absent one is false."""
     keys = [key for key, kinds in NORM_KEYS.items() if case.kind in kinds]
-    for key in keys:
-        if key not in case.config and case.ours.get(key):
-            yield fault("norms", f"config.json: {key} is missing, and engines take false; trained with true")
+    lost = [key for key in keys if key not in case.config and case.ours.get(key)]
+    for key in lost:
+        yield fault("norms", f"config.json: {key} is missing, and engines take false; trained with true")
     ones = sorted(n for n, t in case.tensors.items() if n.endswith("norm.weight") and bool((t.float() == 1).all()))
     if ones and case.kind == "eagle3":
         says = f"all ones, which is what engines put where a norm is missing: {', '.join(ones)}"
         yield warning("norms", says, "if training left other values, most of the acceptance")
-    if "norms" not in case.faults:
+    if not lost and "norms" not in case.faults:
         stored = (case.made_for.get("captures") or {}).get("norm")
         states = {"post_norm": "after", "pre_norm": "before"}.get(stored, "it is not known whether before or after")
         flags = ", ".join(f"{key}={str(bool(case.ours.get(key))).lower()}" for key in keys) or "no flags"
@@ -320,16 +341,20 @@ def target(case: Case) -> Iterator[Finding]:
         says = "the head's folder does not say which target, tokenizer and chat template it was trained with"
         yield warning("target", says, mend="train with this version, which records it")
         return
+    marks = (trained.keys() & given.keys()) - {"model", "adapter"}  # commit, content or sha256
     wrong = [
-        f"{key} {_short(given.get(key))}, trained for {_short(trained.get(key))}"
-        for key in sorted((trained.keys() | given.keys()) - {"model", "adapter"})
-        if trained.get(key) != given.get(key)
+        f"{key} {_short(given[key])}, trained for {_short(trained[key])}"
+        for key in sorted(marks)
+        if trained[key] != given[key]
     ]
     if trained.get("adapter") != given.get("adapter"):
         served, then = ((found.get("adapter") or {}).get("model", "none") for found in (given, trained))
         wrong.append(f"adapter {served}, trained with {then}")
     if wrong:
         yield fault("target", f"{given.get('model')}: {'; '.join(wrong)}")
+    elif not marks:
+        says = f"trained for {trained.get('model')}, which was given in another way than {given.get('model')}"
+        yield warning("target", f"{says}: they cannot be compared", mend="give the target as in training")
     else:
         yield Finding("target", OK, f"{trained.get('model')}, the same content as in training")
 

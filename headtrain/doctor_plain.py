@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headtrain.engines import taps_from_ids
+from headtrain.engines import engine_ids, taps_from_ids
 
 KINDS = ("eagle", "eagle3")
 
@@ -37,14 +37,21 @@ class Reading:
     normed_last: bool = True  # eagle: the last state after the final norm
 
 
-def as_served(kind: str, config: dict[str, Any], blocks: int) -> Reading:
-    """The reading of vLLM. Raises TapsError for layer ids that the target does not have."""
+def as_served(engine: str, kind: str, config: dict[str, Any], blocks: int) -> Reading:
+    """The reading of an engine; TensorRT-LLM is told the layers at its start and is taken to be told the trained ones.
+
+    Raises TapsError for layer ids that the target does not have.
+    """
     ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if engine == "sglang":
+        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if engine == "tensorrt_llm":
+        ids = engine_ids(engine, config["headtrain"]["taps"], blocks) if config.get("headtrain") else None
     scaling = dict(config.get("rope_scaling") or {})
     kind_of_rope = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     rope = {"rope_theta": float(config.get("rope_theta") or 10000.0), "rope_type": kind_of_rope, **scaling}
     return Reading(
-        taps=tuple(taps_from_ids("vllm", ids, blocks)) if kind == "eagle3" else (),
+        taps=tuple(taps_from_ids(engine, ids, blocks)) if kind == "eagle3" else (),
         rope=tuple(sorted(rope.items())),
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_output=bool(config.get("norm_output")),

@@ -10,6 +10,7 @@ Shapes: T tokens, H hidden, A taps, S slots of the answers, K drafts.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from headtrain.heads.base import Head, load_head
 from headtrain.target import Target
 
 CLOSE = 1e-3  # of the largest logit's magnitude, between two ways to compute the same
+UNLIKE = 3.0  # standard errors by which acceptance must be below the report's
 SURE = 4.0  # standard errors by which a mistaken reading must be better
 GAIN = 0.05  # share of accepted drafts (and drafts per slot), or of clearness, by which it must be better
 
@@ -57,14 +59,17 @@ def probe(
     answers = decode(target, NoDrafter(), prompts, k=0, max_new_tokens=new)
     texts = [(prompt, prompt + answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
     steps: list[int] = []  # accepted drafts of each
-    if head is not None:
+    if case.kind in KINDS:
+        steps = yield from _plain(case, head, target, texts, k)
+    elif head is not None:
         k = min(k, head.config.unroll) if head.by_depth else k
         decoded = decode(target, HeadDrafter(head, Sampling()), prompts, k=k, max_new_tokens=new)
         steps = [step.accepted for answer in decoded for step in answer.steps]
-    if case.kind in KINDS:  # as engines read the folder
-        steps = yield from _plain(case, head, target, texts, k)
     if steps:
         yield _acceptance(steps, k, expected)
+    elif head is not None:
+        says = f"the target's answers are too short for drafts of {k} tokens"
+        yield warning("acceptance", says, "nothing is known of it", "give other prompts, or a smaller k")
 
 
 def _loaded(folder: Path, target: Target) -> Head | Finding:
@@ -72,6 +77,8 @@ def _loaded(folder: Path, target: Target) -> Head | Finding:
         head = load_head(folder, target.embed.weight, target.dtype, target.lm_head.weight).to(target.device)
     except ValueError as error:
         return fault("drafts", f"headtrain cannot load the head: {error}")
+    if beyond := [tap for tap in head.config.taps if not 1 <= tap <= target.num_layers]:
+        return fault("drafts", f"tap {beyond[0]} does not exist: the target has {target.num_layers} blocks")
     ids = head.to_target_ids(torch.arange(head.config.draft_vocab_size, device=target.device))
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
         return fault("drafts", f"draft ids lead to {int(ids.min())} … {int(ids.max())}, outside of the target's tokens")
@@ -84,7 +91,7 @@ def _plain(case: Case, head: Head | None, target: Target, texts: list, k: int):
     """Findings of the plain path; returns the accepted drafts of every step along the answers."""
     blocks = target.num_layers
     try:
-        served = as_served(case.kind, case.config, blocks)
+        served = as_served(case.engine, case.kind, case.config, blocks)
         readings = {"": ("", served)} | variants(case, served, blocks)
         wanted = sorted({tap for _, reading in readings.values() for tap in reading.taps} | {blocks})
         rows = [_states(target, ids, len(prompt), tuple(wanted)) for prompt, ids in texts]
@@ -251,9 +258,11 @@ def _acceptance(steps: list[int], k: int, expected: Expected | None) -> Finding:
     says = f"τ {tau:.2f} over {count} steps of K = {k}, α {' '.join(f'{a:.2f}' for a in alpha)}"
     if wanted:
         says += f"; the report has τ {wanted:.2f} on {expected.suite}"
-    if tau < 1.05 or (wanted and tau - 1 < 0.5 * (wanted - 1)):
+    share = (tau - 1) / (wanted - 1) if wanted and wanted > 1 else 1.0
+    below = wanted and wanted - tau > UNLIKE * statistics.pstdev(steps) / math.sqrt(count)
+    if tau < 1.05 or (below and share < 0.5):
         found = fault("acceptance", says)
-    elif wanted and tau - 1 < 0.75 * (wanted - 1):
+    elif below and share < 0.75:
         found = warning("acceptance", says, mend="measure on more prompts (limit=…), of the kind that is served")
     else:
         found = Finding("acceptance", OK, says + ("" if wanted else "; no report to compare with"))

@@ -75,7 +75,7 @@ def text_marks(tokenizer: Any) -> dict[str, str]:
 
 def made_for(target: TargetConfig, run: Path, texts: dict[str, str]) -> dict[str, Any]:
     """What a head of this run is for, as kept in its config.json: the target's identity (no path of this machine), its
-    number format, the words of its template, and the captures' number format and norm.
+    number format, the words of its template, and what its captures hold.
 
     `doctor` compares it with what is served; engines do not read it.
     """
@@ -86,7 +86,7 @@ def made_for(target: TargetConfig, run: Path, texts: dict[str, str]) -> dict[str
         "target": made_from.get("target", {}).get("identity"),
         "dtype": target.dtype,
         "template_kwargs": dict(target.template_kwargs),
-        "captures": {"dtype": captures.get("dtype"), "norm": captures.get("norm")},
+        "captures": {key: captures.get(key) for key in ("dtype", "norm", "taps")},
         **texts,
     }
 

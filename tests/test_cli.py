@@ -40,7 +40,8 @@ def test_help_answers_in_under_a_second(headtrain):
 
 def test_the_overview_lists_every_command_and_no_hidden_one(headtrain):
     text = headtrain().stdout
-    for name in ("fit", "generate", "train", "eval", "export", "push", "plan", "status", "recipes"):
+    names = "fit", "generate", "train", "eval", "export", "push", "plan", "doctor", "monitor", "status", "recipes"
+    for name in names:
         assert f"\n  {name} " in text
         assert headtrain(name, "--help").stdout.startswith(f"headtrain {name}: ")
     assert "stage" not in text.replace("every stage", "").replace("training stage", "")

@@ -91,7 +91,7 @@ def train(target, tmp_path_factory):
     run = root / "run"
     identity = {"target": {"identity": target_identity(target, root)}}
     write_json((run / "captures").mkdir(parents=True) or run / "captures" / "manifest.json", {"made_from": identity})
-    write_json(run / "captures" / "index.json", {"dtype": "float32", "norm": "post_norm"})
+    write_json(run / "captures" / "index.json", {"dtype": "float32", "norm": "post_norm", "taps": TAPS})
 
     def make(name: str, late: int = 0, **settings):
         place = root / name / "head"
@@ -140,7 +140,8 @@ def examine(target, tmp_path, capsys):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS[4:]))
 
     def run(head, *arguments, place=target.model):
-        given = [f"head={head}", f"target={place}", "target.device=cpu", f"prompts={tmp_path / 'chats.jsonl'}", "k=3"]
+        given = [f"head={head}", f"target={place}", "target.device=cpu", f"prompts={tmp_path / 'chats.jsonl'}"]
+        given += ["k=3"] * ("k=2" not in arguments)
         status = cli.main(["doctor", *given, "json=true", *arguments])
         said = capsys.readouterr()
         assert status in (0, 1), said.err
@@ -236,6 +237,7 @@ FED_BACK = {"of": "{'norm_output': True}", "norm_output": True}
 WRONG = {  # what is wrong with the folder: (changes, check that finds it, words)
     "taps off by one for engines": ({"config": layers(1)}, "taps", "must be [2, 4, 5]"),
     "taps off by one everywhere": ({"config": layers(-1, ours=True)}, "reading", "with taps [2, 4, 5]"),
+    "taps that were not captured": ({"config": layers(1, ours=True)}, "taps", "its captures held [2, 4, 5]"),
     "the final norm is missing": ({"tensors": without("norm.weight")}, "files", "norm.weight is missing"),
     "a norm before attention is missing": (
         {"tensors": without("midlayer.hidden_norm.weight")}, "files", "hidden_norm.weight is missing"),
@@ -297,12 +299,42 @@ def test_drafts_of_a_sound_folder_that_is_served_wrongly_are_told_from_those_of_
     assert "taps [2, 4, 5]" in found["reading"][0]["says"]
 
 
+@pytest.mark.parametrize(("engine", "wrong"), [("vllm", False), ("sglang", True), ("tensorrt_llm", False)])
+def test_each_engine_reads_the_layers_where_it_looks_for_them(engine, wrong, spoiled, examine):
+    """Ids copied unchanged into SGLang's key are a fault whoever serves, but change SGLang's drafts alone."""
+    place = spoiled(lambda config: config["eagle_config"].update(eagle_aux_hidden_state_layer_ids=TAPS))
+    _, found = examine(place, f"engine={engine}")
+    assert (found["drafts"][0]["status"] == "fault") == wrong
+    assert "taps" in faulty(found)
+
+
 # ------------------------------------------------------------------------------------------------- what is not known
 
 def test_a_head_of_an_earlier_version_passes_with_one_warning(spoiled, examine):
     status, found = examine(spoiled(lambda config: config["headtrain"].pop("made_for")))
     assert status == 0
     assert [one["check"] for ones in found.values() for one in ones if one["status"] != "ok"] == ["target"]
+
+
+def test_a_target_that_was_given_in_another_way_in_training_is_a_warning(spoiled, examine):
+    place = spoiled(made(target={"model": "me/my-model", "commit": "0" * 40}))
+    _, found = examine(place, "probe=false")
+    assert found["target"][0]["status"] == "warning" and "cannot be compared" in found["target"][0]["says"]
+
+
+def test_answers_too_short_to_draft_along_are_a_warning(train, examine):
+    _, found = examine(train("sound"), "max_new_tokens=3")
+    assert found["acceptance"][0]["status"] == "warning" and "too short" in found["acceptance"][0]["says"]
+
+
+def test_medusa_heads_are_measured_with_the_decoder(train, examine):
+    _, found = examine(train("medusa", type="medusa", taps=None, draft_vocab="full", blocks=1), "k=2")
+    assert found["acceptance"][0]["numbers"]["steps"] > 20 and "reading" not in found
+
+
+def test_a_head_for_another_size_of_target_is_not_run(spoiled, examine):
+    _, found = examine(spoiled(lambda config: config.update(vocab_size=500)))
+    assert {"vocabulary", "drafts"} <= faulty(found) and "not run" in found["drafts"][0]["says"]
 
 
 def test_a_mode_of_thinking_that_serving_would_not_send_is_a_warning(target, train, examine, tmp_path):
@@ -363,6 +395,7 @@ def test_the_words_say_ok_warning_or_fault_what_it_costs_and_how_to_mend_it(spoi
         (["head=nowhere", "target=x"], "head=nowhere: "),
         (["head=HEAD", "target=./nowhere"], "target.model=./nowhere: no such file or folder"),
         (["head=HEAD", "target=TARGET", "k=0"], "k=0: a whole number of 1 or more"),
+        (["head=HEAD", "target=TARGET", "engine=vlm"], "engine=vlm: unknown; known: vllm, sglang"),
         (["head=HEAD", "target=TARGET", "probe=no"], "probe=no: true or false"),
         (["head=HEAD", "target=TARGET", "targt.device=cpu"], "unknown key targt.device"),
         (["head=HEAD", "target=TARGET", "target.devise=cpu"], "did you mean target.device or"),
