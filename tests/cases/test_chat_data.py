@@ -104,6 +104,11 @@ def test_tools_calls_and_results_reach_the_template_and_what_the_target_said_is_
     assert whole.startswith("[tools]" + json.dumps(OFFERED)) and '[tool]\n{"temp":4}[end]' in whole
 
 
+def test_a_call_that_the_template_prints_nowhere_leaves_its_chat_out(prepared):
+    texts, _, left = prepared([OPENAI, turns("a?", "b")])
+    assert texts == {0: [], 1: ["b[end]"]} and left == {"tool_call_not_rendered": 1}
+
+
 def test_an_offer_of_tools_is_part_of_what_a_prompt_is(prepared):
     _, found, _ = prepared([OPENAI, {**OPENAI, "tools": None}, OPENAI], TOOLS.replace("ARGUMENTS", f"({WITH_TEXT})"))
     assert found.counts["prompts"] == 2 and found.left_out == {"duplicate": 1}

