@@ -192,12 +192,16 @@ def _one_dtype(f: Foreign) -> dict[str, Tensor]:
 
 def _write(out: Path, head: Head, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
     """The folder, once `load_head` has read it."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    with replacing(out) as part:
-        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
-        write_json(part / "config.json", head.portable_config(dtype))
-        write_json(part / "import.json", record)
-        load_head(part)
+    try:
+        with replacing(out) as part:
+            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            (part / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+            write_json(part / "config.json", head.portable_config(dtype))
+            write_json(part / "import.json", record)
+            load_head(part)
+    except (OSError, SafetensorError) as error:
+        raise HeadImportError(f"out={out}: cannot be written ({error})") from error

@@ -35,7 +35,7 @@ class TargetFacts:
             self.config = AutoConfig.from_pretrained(model_path(source), revision=source.revision).get_text_config()
         except (OSError, ValueError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise HeadImportError(f"target={model}: its config.json cannot be read ({reason})") from error
+            raise HeadImportError(f"target={model}: its config.json cannot be read ({reason}); set target=…") from error
 
     @functools.cached_property
     def parts(self) -> TargetParts:

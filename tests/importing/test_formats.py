@@ -178,6 +178,15 @@ def test_a_mapping_becomes_offsets_however_it_is_written(mapping, said, bring):
     assert torch.equal(written["lm_head.weight"], tensors["lm_head.weight"]) and said in "\n".join(found.said)
 
 
+def test_a_mapping_that_could_be_both_is_read_as_engines_read_it(bring):
+    config, tensors = made.sglang()
+    del tensors["t2d"]
+    found = bring((config, tensors | {"d2t": torch.arange(made.DRAFT)}))
+    written = load_file(found.folder / "model.safetensors")
+    assert written["d2t"].tolist() == list(range(20)) and written["t2d"].nonzero()[:, 0].tolist() == [*range(0, 40, 2)]
+    assert "d2t could hold target ids as well: read as offsets" in "\n".join(found.said)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -234,6 +243,14 @@ def test_the_targets_own_embedding_and_lm_head_are_taken_out_or_put_in(bring, en
     assert torch.equal(written["lm_head.weight"].bfloat16(), ends["lm_head"]) and "embed_tokens.weight" not in written
     assert "bit for bit" in "\n".join(found.said) and "lm_head.weight is not there" in "\n".join(found.said)
     assert load_head(found.folder).config.draft_vocab_size == made.VOCAB
+
+
+@pytest.mark.parametrize("kind", ["sglang", "eagle"])
+def test_an_embedding_that_is_not_the_targets_is_refused(kind, bring, ends):
+    config, tensors = getattr(made, kind)()
+    for other in (ends["embedding"] + 1, ends["embedding"][:-1]):
+        with pytest.raises(HeadImportError, match=r"embed_tokens\.weight is not the embedding of target="):
+            bring((config, tensors | {"embed_tokens.weight": other}))
 
 
 def test_what_a_config_took_over_from_the_target_is_left_out_and_said(bring):
@@ -379,7 +396,12 @@ def test_a_target_that_nobody_names_is_asked_for(tmp_path):
 
 def test_speculators_name_their_target(tmp_path, target):
     config, tensors = made.speculators()
-    config["speculators_config"]["verifier"]["name_or_path"] = str(target)
+    verifier = config["speculators_config"]["verifier"]
+    verifier["name_or_path"] = "/model/of/another/machine"
+    place = made.write(tmp_path / "theirs", config, tensors)
+    with pytest.raises(HeadImportError, match=r"target=/model/of/another/machine: .*; set target=…"):
+        import_head(str(place), tmp_path / "ours")
+    verifier["name_or_path"] = str(target)
     made.write(tmp_path / "theirs", config, tensors)
     assert import_head(str(tmp_path / "theirs"), tmp_path / "ours").type == "eagle3"
 
@@ -392,3 +414,10 @@ def test_an_output_folder_that_is_in_use_is_left_alone(bring, tmp_path):
     with pytest.raises(HeadImportError, match="format=nothing: unknown; there is auto, "):
         bring(made.sglang(), format="nothing")
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, target):
+    place = made.write(tmp_path / "theirs", *made.sglang())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(HeadImportError, match=r"out=.*file/ours: cannot be written"):
+        import_head(str(place), tmp_path / "file" / "ours", target=str(target))
