@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from headtrain.engines import TESTED_VERSIONS, engine_ids, serve_command, sglang_numbering, sglang_rules_agree
+from headtrain.engines import TESTED_VERSIONS, engine_ids, sglang_numbering, sglang_rules_agree
 from headtrain.export import ExportError
 from headtrain.export.build import contract_for
 from headtrain.export.folder import HeadFolder, Layout
-from headtrain.export.vllm import native
+from headtrain.export.vllm import command, native
 
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 
@@ -19,17 +18,13 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
     made, kind = native(head), head.kind
     made.contract, made.version = contract_for("sglang", kind, version)
     made.config["architectures"] = [ARCHITECTURES[kind]]
-    made.command, made.notes = partial(_command, kind), []
+    made.command, made.notes = command("sglang", kind), []
     if head.ours["draft_vocab_size"] < head.ours["vocab_size"]:
         made.notes.append("--speculative-use-rejection-sampling wants a draft vocabulary as large as the target's")
     if kind == "eagle3":
         _count_layers(made, info.get("family"), version)
         _check_last_tap(made, info.get("family"))
     return made
-
-
-def _command(kind: str, target: str, head: str, k: int) -> str:
-    return serve_command("sglang", target, head, k, head_type=kind)
 
 
 def _check_last_tap(made: Layout, family: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headtrain.engines import servable_name, serve_command
+from headtrain.engines import servable_name
 from headtrain.export import ExportError
 from headtrain.export.build import contract_for
 from headtrain.export.folder import HeadFolder, Layout
@@ -60,14 +60,9 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
     }
     made.ours = False
     made.notes = ["vLLM loads this layout"]
-    made.command = lambda target, folder, k: _command(kind, named, target, folder, k)
     if named:
         made.notes.append(f"`vllm serve HEAD_FOLDER` alone serves {named} with it, {ours['unroll']} drafts a step")
     return made
-
-
-def _command(kind: str, named: str | None, target: str, folder: str, k: int) -> str:
-    return serve_command("vllm", target, folder, k, head_type=kind)
 
 
 def _architectures(info: dict[str, Any]) -> list[str]:

@@ -26,10 +26,6 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         )
     made.contract, made.version = contract_for("tensorrt_llm", head.kind, version)
     made.command = lambda target, folder, k: f"cd {folder} && trtllm-serve {target} --config {OPTIONS}"
-    made.files = {
-        OPTIONS: partial(tensorrt_options, ".", taps=ours["taps"], layers=ours["target_layers"]),
-    }  # fmt: skip
-    made.notes = [
-        f"{OPTIONS} names the head by `.`, the folder that the command is run in"
-    ]
+    made.files = {OPTIONS: partial(tensorrt_options, ".", taps=ours["taps"], layers=ours["target_layers"])}
+    made.notes = [f"{OPTIONS} names the head by `.`, the folder that the command is run in"]
     return made

@@ -4,7 +4,7 @@ under a second name, since SGLang and TensorRT-LLM read it there. An MTP module 
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from headtrain.engines import SGLANG_FIRST_IS_1_SINCE, serve_command, sglang_rules_agree
@@ -35,7 +35,7 @@ def native(head: HeadFolder) -> Layout:
         contract,
         dict(head.config),
         with_both_norms(head.tensors),
-        partial(_command, kind),
+        command("vllm", kind),
         contract["version"],
         k=ours["unroll"] if kind == "medusa" else None,
         notes=_notes(kind, ours),
@@ -52,8 +52,9 @@ def with_both_norms(tensors: dict[str, Any]) -> dict[str, Any]:
     return more | tensors
 
 
-def _command(kind: str, target: str, head: str, k: int) -> str:
-    return serve_command("vllm", target, head, k, head_type=kind)
+def command(engine: str, kind: str) -> Callable[[str, str, int], str]:
+    """What serves such a head, of target, folder and K."""
+    return lambda target, folder, k: serve_command(engine, target, folder, k, head_type=kind)
 
 
 def _notes(kind: str, ours: dict[str, Any]) -> list[str]:
