@@ -107,9 +107,16 @@ def _train_as_rank(config: RecipeConfig) -> None:
 
 
 def export_head(head: Path, name: str, out: str | None, target: str | None = None, **options: str) -> str:
-    """Exports a head's folder right here; returns what was written where. options: of `headtrain.export.export`."""
-    from headtrain.export import export, known_target
+    """Exports a head, given as a folder or Hub id, right here; returns what was written where.
 
+    options: of `headtrain.export.export`.
+    """
+    from headtrain.export import export, known_target
+    from headtrain.hub_read import head_folder, hub_id
+
+    if not out and hub_id(head) and not head.exists():
+        raise ConfigError(f"head={head} is no folder here: say where to write what comes from the Hub with out=")
+    head = head_folder(head)
     if not out and head.resolve().parent.name.startswith("step-"):
         raise ConfigError(f"head={head} lies in a checkpoint, which training deletes later: say where with out=")
     folder = Path(out) if out else head.parent / "export" / name

@@ -1,9 +1,12 @@
 """Formats as a run's last stage and as a command of their own."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from headtrain import stages
-from headtrain.config import RecipeConfig
+from headtrain.config import ConfigError, RecipeConfig
 from headtrain.files import Manifest, sha256_file
 
 
@@ -43,3 +46,14 @@ def test_the_command_takes_a_release_a_target_and_a_type(headtrain, make_head, t
     assert "vllm serve org/Name-7B" in (tmp_path / "served" / "README.md").read_text()
     done = headtrain("export", f"head={head}", "format=vllm", "dtype=int4")
     assert done.returncode == 2 and "bfloat16, float16, float32" in done.stderr
+
+
+def test_a_head_on_the_hub_is_exported_to_a_place_that_is_named(make_head, tmp_path, monkeypatch):
+    from headtrain import hub_read, pipeline
+
+    fetched = make_head("eagle3")
+    monkeypatch.setattr(hub_read, "head_folder", lambda place: fetched)
+    with pytest.raises(ConfigError, match=r"head=me/my-head is no folder here: say where .* with out="):
+        pipeline.export_head(Path("me/my-head"), "vllm", None)
+    assert pipeline.export_head(Path("me/my-head"), "vllm", str(tmp_path / "out")) == f"vllm: {tmp_path / 'out'}"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
