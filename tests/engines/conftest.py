@@ -39,6 +39,17 @@ def vllm_engine() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def llama_engine() -> ModuleType:
+    """The module llama_engine.py; skips where llama.cpp is not built."""
+    for package in ("sentencepiece", "gguf"):
+        pytest.importorskip(package, reason=f"{package} is not installed here; `make test-llama-cpp` has it")
+    module = neighbour("llama_engine")
+    if not module.PROGRAM.is_file():
+        pytest.skip("llama.cpp is not built here; `make test-llama-cpp` builds it")
+    return module
+
+
+@pytest.fixture(scope="session")
 def ledger(request) -> list[str]:
     """Lines that are printed at the end of the run."""
     return request.config.stash.setdefault(LINES, [])
