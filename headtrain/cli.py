@@ -459,7 +459,7 @@ def _recipes(arguments: list[str]) -> int:
 
     if not arguments:
         for name in recipe_names():
-            print(f"{name:<18} {read_yaml(find_recipe(name)).get('description', '')}")
+            print(f"{name:<20} {read_yaml(find_recipe(name)).get('description', '')}")
         return 0
     if arguments[0] != "show" or len(arguments) < 2:
         raise ConfigError("usage: headtrain recipes, or headtrain recipes show NAME [key=value …]")
