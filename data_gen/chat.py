@@ -192,7 +192,7 @@ def _boundary(tokenizer: Any, history: list[Message], message: Message, kwargs: 
         raise Reject("reasoning_not_rendered", "the chat template prints this thought nowhere")
     if not all(call["function"]["name"] in whole for call in message.get("tool_calls") or ()):
         raise Reject("tool_call_not_rendered", "the chat template prints this call nowhere")
-    made = "" if thought else _made_up(tail, whole, content)
+    made = "" if message.get("reasoning_content") else _made_up(tail, whole, content)
     end = _end(tokenizer, tail, whole, message)
     return prompt + made, whole[len(made) : end]
 

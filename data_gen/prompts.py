@@ -274,7 +274,7 @@ class Selection:
         for file, found in readers.files(self.data.prompts[place]):
             for number, row in found:
                 self.counts["read"] += 1
-                if isinstance(row, forms.Broken):
+                if isinstance(row, forms.Broken) and self.left_out[row.reason] < 3:  # rejects.jsonl has them all
                     log.warning("%s: %s (%s); the other rows are kept", file, row.detail, row.reason)
                 try:
                     self._add(conversation(row, source, self.data, self.notes), place, file, number)

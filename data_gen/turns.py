@@ -82,5 +82,7 @@ def answer_message(tokenizer: Any, prompt: list[int], answer: list[int], ends: s
         said = {"role": "assistant", "content": message.get("content") or ""}
         return None if message.get("tool_calls") else said | ({"reasoning_content": thought} if thought else {})
     body = answer[:-1] if answer and answer[-1] in ends else answer
-    text, plain = (tokenizer.decode(body, skip_special_tokens=skip) for skip in (False, True))
+    text, plain = (
+        tokenizer.decode(body, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (False, True)
+    )
     return {"role": "assistant", "content": text} if text == plain else None

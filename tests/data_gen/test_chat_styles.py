@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from headtrain.data_gen import chat
@@ -239,6 +239,7 @@ def pieces(tokenizer, row):
 @pytest.mark.parametrize("name", STYLES)
 @settings(max_examples=40, deadline=None)
 @given(system=st.none() | TEXT, exchanges=st.lists(EXCHANGE, min_size=1, max_size=4))
+@example(system=None, exchanges=[("a", "b</think>c", None, 1), ("d", "<think>e</think>f", None, 1)])
 def test_what_is_supervised_is_what_the_target_generates_and_before_it_stands_what_serving_sends(
     tokenizer_of, name, system, exchanges
 ):
