@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from headtrain.config import BY_DEPTH, KINDS
-from headtrain.engines import servable_name, serve_command
+from headtrain.engines import format_of, servable_name, serve_command, serves
 from headtrain.eval.report_data import against, comparisons, known, main_comparison, pick
 
 NAMES = {
@@ -24,6 +24,7 @@ SUITES = {
 }  # fmt: skip
 LOSSY = "Typical acceptance changes the output"
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+FOLDERS = ("eagle", "eagle3", "peagle")  # heads that engines load from a folder of their own
 FREE = ("ngram", "ngram-map-k", "ngram-map-k4v", "prompt_lookup", "suffix")  # drafters that need no network
 
 
@@ -333,7 +334,7 @@ def next_steps(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str,
         steps.append({"why": f"Find the draft length that is fastest here{of}", "command": command})
     if all(row["temperature"] == 0 for row in results):
         steps.append({"why": f"See how it drafts when sampling{of}", "command": f"{measure} temperature=[0.7,1.0]"})
-    if not report["exports"] and head["type"] == "eagle3":
+    if not report["exports"] and head["type"] in FOLDERS:
         steps.append({"why": f"Make the folder vLLM loads{of}", "command": f"headtrain export {place} format=vllm"})
     return steps
 
@@ -350,7 +351,7 @@ def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
     if head is None:
         return []
     facts = head_facts(report, head)
-    if facts["type"] != "eagle3":
+    if facts["type"] not in FOLDERS:
         return []
     one = series_of(report, chain, "head", head["head"])
     k = one["best"][0]["k"] if one else chain["k"]
@@ -362,15 +363,21 @@ def engine_flags(report: dict[str, Any]) -> list[dict[str, Any]]:
         if engine != "vllm" and facts.get("norm_before_residual"):
             note, command = "it does not read norm_before_residual=true, with which the head was trained", None
         else:
-            place = f"{report['run']}/{places.get(engine, facts['path'])}"
-            command = serve_command(engine, servable_name(report["target"].get("model")), place, k, **tree, **fixed)
+            format, made = format_of(engine), facts["path"]
+            if format in places:
+                made = places[format]
+            elif facts["type"] != "eagle3":
+                note += f", after headtrain export head={report['run']}/{made} format={format}"
+                made = f"export/{format}"
+            place, target = f"{report['run']}/{made}", servable_name(report["target"].get("model"))
+            command = serve_command(engine, target, place, k, head_type=facts["type"], **tree, **fixed)
         return {"engine": ENGINES[engine], "k": k, "note": note, "command": command}
 
-    out = [entry(engine, k, f"K = {k}, {how}") for engine in ENGINES]
+    out = [entry(engine, k, f"K = {k}, {how}") for engine in ENGINES if serves(engine, facts["type"])]
     tree = main_comparison([group for group in groups if re.fullmatch(r"\d+x\d+", group["tree"])
                             and all(group[key] == chain[key] for key in ("suite", "temperature"))])  # fmt: skip
     row = pick(tree, "head", head["head"]) if tree else None
-    if row and _faster(row, head):
+    if row and serves("sglang", facts["type"]) and _faster(row, head):
         note = f"a tree of depth {tree['k']}, faster here than its chain of K = {chain['k']}"
         width, nodes = map(int, tree["tree"].split("x"))
         out.append(entry("sglang", tree["k"], note, width=width, nodes=nodes))

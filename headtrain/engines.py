@@ -99,6 +99,16 @@ def serve_command(
     )
 
 
+def serves(engine: str, head_type: str) -> bool:
+    """Whether a serve command is known for heads of a type."""
+    return head_type in {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt_llm": _TENSORRT}.get(engine, {})
+
+
+def format_of(engine: str) -> str:
+    """The export format that an engine loads by the commands of `serve_command`."""
+    return next(format for format, of in EXPORT_FORMATS.items() if of == engine)
+
+
 def tensorrt_options(
     head: str | None, k: int, head_type: str = "eagle3", taps: Sequence[int] | None = None, layers: int | None = None
 ) -> str:

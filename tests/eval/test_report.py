@@ -19,7 +19,7 @@ from headtrain.eval.report import ReportError, build, public, table
 from headtrain.eval.report_data import against, comparisons
 from headtrain.eval.report_html import palette
 from headtrain.eval.report_speed import speed
-from headtrain.eval.report_words import KINDS, LOSSY, _pace, engine_flags, identity, limits, verdict
+from headtrain.eval.report_words import KINDS, LOSSY, _pace, engine_flags, identity, limits, next_steps, verdict
 from headtrain.files import sha256_file, write_json
 
 K = 5
@@ -406,7 +406,7 @@ def test_the_next_commands_are_ones_the_command_line_takes(run):
 
 
 @pytest.mark.parametrize(("kind", "lengths", "exported"), [
-    ("eagle3", "k=[1,2,3,7]", True), ("medusa", "k=[1,2,3]", False), ("eagle", "k=[1,2,3,7]", False),
+    ("eagle3", "k=[1,2,3,7]", True), ("medusa", "k=[1,2,3]", False), ("eagle", "k=[1,2,3,7]", True),
 ])  # fmt: skip
 def test_the_next_commands_are_ones_the_kind_of_head_can_do(kind, lengths, exported, run):
     config = json.loads((run / "head" / "config.json").read_text())
@@ -604,6 +604,25 @@ def test_sglang_is_told_the_tree_where_one_did_best(run):
 def lossy(results):
     """The same results under typical acceptance, which evaluation does not compare with plain text."""
     return [row | {"rule": "typical", "identical_to_plain": None} for row in results]
+
+
+@pytest.mark.parametrize("kind, engines, method", [
+    ("eagle", ["vLLM", "SGLang"], {"method": "eagle"}), ("medusa", [], {}), ("mtp", [], {}),
+    ("peagle", ["vLLM"], {"method": "eagle3", "parallel_drafting": True}),
+])  # fmt: skip
+def test_engines_are_told_of_the_heads_they_load_and_to_export_them_first(kind, engines, method):
+    heads = [{"id": "head", "type": kind, "path": "head", "taps": None, "unroll": 5}]
+    report = {"heads": heads, "results": make_results()["results"], "exports": [], "target": {}, "run": "r",
+              "cost": None, "training": {"steps": None}}  # fmt: skip
+    flags = engine_flags(report)
+    assert [one["engine"] for one in flags] == engines
+    for one in flags:
+        format = one["engine"].lower()
+        assert f"after headtrain export head=r/head format={format}" in one["note"]
+        assert f"r/export/{format}" in one["command"]
+    if flags:
+        assert method.items() <= json.loads(shlex.split(flags[0]["command"])[-1]).items()
+    assert any("format=vllm" in step["command"] for step in next_steps(report, {})) == bool(engines)
 
 
 def test_sglang_is_not_told_a_tree_that_is_slower_than_the_heads_own_chain():
