@@ -31,6 +31,7 @@ class Case:
     method: str
     parallel: bool = False
     before_norm: bool = False  # vLLM feeds the module's state back from before its norm
+    format: str = "vllm"  # of the export
 
 
 HEADS = {
@@ -45,6 +46,12 @@ HEADS = {
     "EAGLE-3 for Qwen3": Case("qwen3", HeadSection("eagle3", draft_vocab=100), "eagle3"),
     "EAGLE-3 for Llama 3's rope": Case("llama3", HeadSection("eagle3"), "eagle3"),
     "EAGLE-3 for Qwen3 with YaRN": Case("qwen3_yarn", HeadSection("eagle3"), "eagle3"),
+    "EAGLE-3, speculators layout": Case(
+        "llama", HeadSection("eagle3", draft_vocab=100), "eagle3", format="speculators"
+    ),
+    "P-EAGLE, speculators layout": Case(
+        "llama", HeadSection("peagle", layers=2), "eagle3", parallel=True, format="speculators"
+    ),
     "EAGLE": Case("llama", HeadSection("eagle"), "eagle"),
     "P-EAGLE, two layers": Case("llama", HeadSection("peagle", layers=2), "eagle3", parallel=True),
     "P-EAGLE, own embedding, draft vocabulary": Case(
@@ -110,12 +117,12 @@ def made(tiny, targets, tmp_path_factory):
         words = 100 if case.section.draft_vocab == 100 else "full"
         section = replace(case.section, draft_vocab=words, unroll=K)
         head = tiny.make_head(target, section, run / "head", str(source))
-        settings = RecipeConfig(target=TargetConfig(model=str(source), dtype="float32"), head=section)
-        (run / "config.yaml").write_text(to_yaml(settings))
+        settings = TargetConfig(model=str(source), family=target.config.model_type, dtype="float32")
+        (run / "config.yaml").write_text(to_yaml(RecipeConfig(target=settings, head=section)))
         options = {} if section.type == "mtp" else {"dtype": "float32"}
         if section.type == "medusa":
             options["engine_version"] = "0.32.0"  # the last that has it
-        folder = export(run / "head", "vllm", run / "export", **options)
+        folder = export(run / "head", case.format, run / "export", **options)
         with tiny.fed_back_before_norm(head) if case.before_norm else nullcontext():
             found = tiny.decoded(target, head, tiny.prompts(), K)
         return SimpleNamespace(target=target, source=source, head=head, folder=folder, ours=found)

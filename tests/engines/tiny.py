@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in LENGTHS]
 
 
+@cache
 def answers(target: Target) -> list[list[int]]:
     """The target's greedy answers, long enough for drafts beyond the last token of a test."""
     return [d.ids for d in decode(target, NoDrafter(), prompts(), k=0, max_new_tokens=NEW + 16)]
