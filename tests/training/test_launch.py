@@ -110,6 +110,7 @@ VARIANTS = {f"{precision}-zero{stage}": {"precision": precision, "zero_stage": s
             for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)}  # fmt: skip
 VARIANTS |= {"bf16-muon": {"precision": "bf16", "optimizer": "muon"}}
 VARIANTS |= {"fp32-noise": {"zero_stage": 3, "precision": "fp32", "noise": 0.1, "ema": 0.9}}
+VARIANTS |= {f"fp32-lora-zero{stage}": {"zero_stage": stage, "precision": "fp32", "lora": 4} for stage in (0, 2, 3)}
 UNEVEN = {"steps": None, "epochs": 1, "batch_tokens": 20, "log_every": 1}
 
 
@@ -143,8 +144,10 @@ def test_two_processes_train_the_weights_of_one_with_the_same_global_batch(
             single[kind] = train(run, steps=6, log_every=1, accumulate=2, **dict(kind)), weights(run)
         log, one = single[kind]
         both = weights(two / name)
-        for key in ("fc.weight", "mix.weight", "lm_head.weight", "norm"):  # in bf16 too gradients are added up in fp32
-            assert (one[key] - both[key]).abs().max() < 1e-4 < (one[key] - before[key]).abs().max(), (name, key)
+        keys = [key for key in one if "lora_B" in key] or ["fc.weight", "mix.weight", "lm_head.weight", "norm"]
+        for key in keys:  # in bf16 too gradients are added up in fp32
+            moved = one[key] - before.get(key, 0)
+            assert (one[key] - both[key]).abs().max() < 1e-4 < moved.abs().max(), (name, key)
         for a, b in zip(log, logged(two / name), strict=True):
             assert a.get("tokens") == b.get("tokens") and a.get("steps") == b.get("steps")
             if "loss" in a:
