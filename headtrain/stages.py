@@ -135,10 +135,10 @@ def check_shape(config: RecipeConfig, text: Any) -> None:
         "layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": text.num_attention_heads,
         "kv_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-    own |= {key: next((getattr(text, name) for name in names if hasattr(text, name)), None)
-            for key, names in EXPERT_NAMES.items()}  # fmt: skip
         "intermediate": getattr(text, "intermediate_size", None), "vocab": text.vocab_size,
     }  # fmt: skip
+    own |= {key: next((getattr(text, name) for name in names if hasattr(text, name)), None)
+            for key, names in EXPERT_NAMES.items()}  # fmt: skip
     for key, value in vars(config.target.shape).items():
         if value is not None and own.get(key) is not None and value != own[key]:
             raise ConfigError(f"target.shape.{key}={value}: {config.target.model} has {own[key]}; correct the recipe")
