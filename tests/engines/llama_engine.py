@@ -56,9 +56,18 @@ def decode(target: Path, draft: Path, tokenizer: Path, ids: list[int], k: int, n
         "-n", str(new + k + 2), "--temp", "0", "--top-k", "1", "-c", "512", "-t", "1", "-td", "1", "-fa", "off",
         "-ctk", "f32", "-ctv", "f32", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32", "-lv", "5",
     ]  # fmt: skip
-    done = subprocess.run([str(c) for c in command], capture_output=True, check=False)
-    log = (done.stdout + done.stderr).decode("utf-8", "replace")
-    assert done.returncode == 0, log[-2000:]
+    for _ in range(10):  # the end of its log is lost where it leaves before its thread has written all
+        done = subprocess.run([str(c) for c in command], capture_output=True, check=False)
+        log = (done.stdout + done.stderr).decode("utf-8", "replace")
+        assert done.returncode == 0, log[-2000:]
+        answer, steps = parsed(log, new)
+        if len(answer) >= new:
+            return answer[:new], steps
+    raise AssertionError(f"{len(answer)} of {new} tokens stand in the log: {log[-2000:]}")
+
+
+def parsed(log: str, new: int) -> tuple[list[int], list[tuple[list[int], int]]]:
+    """(the tokens that a log tells of, the steps that begin within the first `new`)."""
     answer, steps, drafts = [], [], []
     for line in log.splitlines():
         if found := DRAFT.search(line):
@@ -69,4 +78,4 @@ def decode(target: Path, draft: Path, tokenizer: Path, ids: list[int], k: int, n
                 steps.append((drafts, int(found[1])))
             answer += [*drafts[: int(found[1])], int(found[2])]
             drafts = []
-    return answer[:new], steps
+    return answer, steps
