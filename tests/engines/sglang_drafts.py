@@ -1,10 +1,10 @@
-"""What SGLang's own draft class makes of our folders, on a CPU: `python sglang_drafts.py JOB.json`.
+"""What SGLang's own draft classes make of our folders, on a CPU: `python sglang_drafts.py JOB.json`.
 
 JOB: {target: folder, heads: {name: {folder, texts: [{ids, lengths}]}}, k, out: file}. The file gets the k drafts after
 each length: {name: [[[draft, …] per length] per text]}, or {name: error}.
 
-SGLang's are the class with its loader, RoPE, norms and linears, the rule which layers of the target it is handed, and
-the replacement of the embedding. Plain torch stands in for its attention kernels, and transformers for the target.
+SGLang's are the classes with their loader, RoPE, norms and linears, the rule which layers of the target they are
+handed, and the replacement of the embedding. Plain torch stands in for its attention, and transformers for the target.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import types
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -95,6 +96,7 @@ def prepare(target: str) -> None:
     activation.SiluAndMul.forward = activation.SiluAndMul.forward_native
 
 
+CLASSES = {"LlamaForCausalLMEagle": "llama_eagle", "LlamaForCausalLMEagle3": "llama_eagle3"}  # class: its module
 CACHE: dict[int, tuple] = {}  # keys and values [slots, key heads, head size] of each layer
 
 
@@ -114,32 +116,43 @@ def attention(self, q, k, v, forward_batch=None, save_kv_cache=True, **_):
     return out[0].transpose(0, 1).reshape(rows, -1)
 
 
+class OneRequest:
+    """Neither of the forward modes with work for several requests or devices."""
+
+    def __getattr__(self, name):
+        if name.startswith("is_"):
+            return lambda: False
+        raise AttributeError(name)
+
+
 class Drafter:
     """A head's folder in SGLang's class, lent the target's embedding as its worker does."""
 
     def __init__(self, folder: Path, target):
         import torch
         from safetensors.torch import load_file
-        from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder)
         torch.set_default_dtype(torch.float32)
-        self.model = LlamaForCausalLMEagle3(config).float()
+        (name,) = config.architectures
+        self.model = getattr(import_module(f"sglang.srt.models.{CLASSES[name]}"), name)(config).float()
         self.model.load_weights(load_file(folder / "model.safetensors").items())
         embedding = target.get_input_embeddings().weight
-        if self.model.load_lm_head_from_target:
+        self.taps = captured(target.config, config) if self.model.capture_aux_hidden_states else None
+        if not self.taps or self.model.load_lm_head_from_target:
             self.model.set_embed_and_head(embedding, target.lm_head.weight)
         else:
             self.model.set_embed(embedding)
-        self.target, self.taps = target, captured(target.config, config)
+        self.target, self.hot = target, getattr(self.model, "hot_token_id", None)
 
     def drafts(self, ids: list[int], lengths: list[int], k: int) -> list[list[int]]:
         """The k drafts after each of the lengths of a text."""
         import torch
 
         states = self.target(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[tap][0, : len(ids) - 1] for tap in self.taps], -1)
+        states = [states[tap][0] for tap in self.taps or (-1,)]  # the last one is after the final norm
+        features = torch.cat(states, -1)[:-1]
         CACHE.clear()
         normed, fed_back = self._step(ids[1:], features, range(len(ids) - 1))
         full, found = dict(CACHE), []
@@ -156,16 +169,17 @@ class Drafter:
     def _step(self, ids, features, positions):
         import torch
 
+        ids, positions = torch.tensor(ids), torch.tensor(list(positions))
         batch = SimpleNamespace(
-            mm_input_embeds=None, forward_mode=SimpleNamespace(is_extend=lambda: False),
+            input_ids=ids, mm_input_embeds=None, forward_mode=OneRequest(),
             spec_info=SimpleNamespace(hidden_states=features),
         )  # fmt: skip
-        normed, (fed_back,) = self.model.model(torch.tensor(ids), torch.tensor(list(positions)), batch)
-        return normed, fed_back
+        out = self.model.model(ids, positions, batch)
+        return (out[0], out[1][0]) if self.taps else (out, out)
 
     def _best(self, normed) -> int:
         best = int((self.model.lm_head.weight @ normed).argmax())
-        return best if self.model.hot_token_id is None else int(self.model.hot_token_id[best])
+        return best if self.hot is None else int(self.hot[best])
 
 
 def captured(target, config) -> list[int]:

@@ -1,4 +1,4 @@
-"""SGLang's own draft class drafts from our folders what our own decoder drafts, token by token.
+"""SGLang's own draft classes draft from our folders what our own decoder drafts, token by token.
 
 Greedy, in fp32, on a CPU (sglang_drafts.py says what of SGLang runs). A difference is excused only as a near-tie of the
 head's logits; faults that are planted on purpose show that equality means something.
@@ -29,6 +29,7 @@ RUNS = {
     "draft vocabulary": HeadSection("eagle3", draft_vocab=100),
     "taps [1, 3, 6]": HeadSection("eagle3", taps=[1, 3, 6]),
     "four taps, norm_output, one key head": HeadSection("eagle3", taps=[2, 3, 5, 7], norm_output=True, kv_heads=1),
+    "EAGLE": HeadSection("eagle"),
 }
 REFUSED = {  # heads that are not exported to it, and here is why
     "norm_before_residual": HeadSection("eagle3", norm_before_residual=True),
@@ -51,6 +52,10 @@ def absolute(tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
+def halves_swapped(tensors):
+    tensors["fc.weight"] = tensors["fc.weight"].roll(tensors["fc.weight"].shape[1] // 2, 1)
+
+
 def without(name):
     return lambda tensors: tensors.pop(name)
 
@@ -64,6 +69,7 @@ FAULTS = {  # what is wrong: the head, and how its folder is spoiled
     ),
     "norm of the embedding missing": ("full vocabulary", {"tensors": without("midlayer.input_layernorm.weight")}),
     "norm of the features missing": ("full vocabulary", {"tensors": without("midlayer.hidden_norm.weight")}),
+    "halves of fc swapped": ("EAGLE", {"tensors": halves_swapped}),
     "d2t as ids": ("draft vocabulary", {"tensors": absolute}),
 } | {name: (name, {}) for name in REFUSED}  # fmt: skip
 
@@ -139,12 +145,12 @@ def decoding(tiny, ours, drafts):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sglangs_class_drafts_what_our_decoder_does(name, tiny, made, sglang_says, ledger):
+def test_sglangs_classes_draft_what_our_decoder_does(name, tiny, made, sglang_says, ledger):
     head = made.heads[name]
     assert not isinstance(sglang_says[name], str), sglang_says[name]
     found = tiny.compare(made.target, head.head, tiny.prompts(), head.ours, sglang_says[name])
     ledger.append(
-        f"SGLang 0.5.23 (its class), {name}: {found.equal} of {found.drafts} drafts equal in {found.steps} steps, "
+        f"SGLang 0.5.23 (its classes), {name}: {found.equal} of {found.drafts} drafts equal in {found.steps} steps, "
         f"{found.ties} near-ties"
     )
     assert not found.unlike, found.unlike
