@@ -131,11 +131,11 @@ def work(
         by_file.setdefault(row.file, []).append(row)
     speed_up(target)
     for batch in claims.unfinished(captures_folder, "captures", batches):
-        rows = by_file[claims.file_name("responses", batch)]
+        rows = by_file.get(claims.file_name("responses", batch), [])  # none: servers answered none of the batch
         meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))
         meter.tell()
         begun = under_way(captures_folder, "captures")
-        tokens = sum(row.tokens for n in begun for row in by_file[claims.file_name("responses", n)])
+        tokens = sum(row.tokens for n in begun for row in by_file.get(claims.file_name("responses", n), []))
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
         tensors = _capture(config, target, responses, rows, taps, meter)
         meter.tell()
@@ -148,10 +148,12 @@ def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
     """The flat tensors of one capture file. Rows of like length share a forward of at most batch_tokens tokens."""
     import torch
 
-    from headtrain.data_gen.passes import read_rows
+    from headtrain.data_gen.passes import StateBuffers, read_rows
 
     read = [responses.read(row) for row in rows]
     dtype = getattr(torch, config.data.captures.dtype)
+    if not rows:
+        return StateBuffers(0, 0, target, len(taps), dtype).flat() | {"supervised": torch.zeros(0, dtype=torch.bool)}
     order = sorted(range(len(rows)), key=lambda n: (-rows[n].tokens, n))
     parts: list[dict | None] = [None] * len(rows)
     while order:

@@ -148,6 +148,13 @@ def work(
         log.info("all %d batches are answered already; nothing to do", len(plan["batches"]))
         return 0
     log.info(estimate_disk(config, target.hidden_size, len(taps), plan, captures_folder, open_batches))
+    if plan["backend"] == "server":
+        from headtrain.data_gen import server
+
+        def write(batch: int, chats: list[turns.Chat], left_out: Counter) -> None:
+            _write(job, batch, [(c.prompt, c.rows) for c in chats], on_policy=True, left_out=dict(left_out))
+
+        return server.work(config, target, responses_folder, plan, known, write, progress)
     if plan["backend"] == "local":
         speed_up(target)
     done = 0
@@ -284,21 +291,25 @@ def _given_ids(tokenizer: Any, prompt: list[int], completion: list[int], truncat
 
 
 def _write_given(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Meter, on_policy: bool) -> None:
+    found = [(prompt, given_rows(job.config, job.target.tokenizer, prompt)[0]) for prompt in asked]
+    meter.add(sum(len(row.ids) for _, own in found for row in own))
+    meter.tell()
+    _write(job, batch, found, on_policy=on_policy)
+
+
+def _write(job: _Job, batch: int, found: list[tuple[prompts.Prompt, list[chat.ChatRow]]], **facts: Any) -> None:
+    """The responses file of a batch of which there are no states yet: (prompt, its rows)."""
     import torch
 
     from headtrain.data_gen import store
 
-    rows, ids, supervised = [], [], []
-    for prompt in asked:
-        found, _ = given_rows(job.config, job.target.tokenizer, prompt)
-        rows += _infos(prompt, found)
-        for row in found:
-            ids += row.ids
-            supervised += row.supervised()
-            meter.add(len(row.ids))
-    tensors = {"ids": torch.tensor(ids, dtype=torch.int32), "supervised": torch.tensor(supervised)}
-    meter.tell()
-    store.write_unit(job.responses_folder, "responses", batch, rows, tensors, on_policy=on_policy)
+    rows = [row for _, own in found for row in own]
+    tensors = {
+        "ids": torch.tensor([i for row in rows for i in row.ids], dtype=torch.int32),
+        "supervised": torch.tensor([mark for row in rows for mark in row.supervised()], dtype=torch.bool),
+    }
+    infos = [info for prompt, own in found for info in _infos(prompt, own)]
+    store.write_unit(job.responses_folder, "responses", batch, infos, tensors, **facts)
 
 
 # ------------------------------------------------------------------------------------------------- the end
@@ -329,8 +340,15 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     if not index["on_policy"]:
         log.warning("these responses are the data's own answers, not the target's: off-policy")
     left_out = Counter(plan["left_out"]) + store.left_out(responses_folder, "responses", len(plan["batches"]))
+    more = {}
+    if plan["backend"] == "server":
+        from headtrain.data_gen import server
+
+        more = {"servers": server.seen(Path(responses_folder))}
+        if served_none := left_out - Counter(plan["left_out"]):
+            log.warning("left out of the servers' responses: %s", ", ".join(f"{k} {n}" for k, n in served_none.items()))
     Manifest(responses_folder).finish(
-        counts, dict(left_out), on_policy=index["on_policy"], template=plan.get("template")
+        counts, dict(left_out), on_policy=index["on_policy"], template=plan.get("template"), **more
     )
     if index["files"] and not capture.missing(responses_folder, captures_folder):
         capture.finish(config, responses_folder, captures_folder)

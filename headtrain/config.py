@@ -67,7 +67,13 @@ class PromptFilter:
 
 @dataclass
 class ResponsesConfig:
-    backend: str = "local"  # local: the target answers; given: the data's own answers (off-policy)
+    backend: str = "local"  # local: the target answers; server: at urls; given: the data's own answers (off-policy)
+    urls: list[str] = field(default_factory=list)  # server: addresses such as http://gpu1:8000, one or several
+    model: str | None = None  # server: the name the target is served by; None: target.model, or the only one there
+    concurrency: int = 64  # server: requests at a time to each
+    timeout: float = 600.0  # server: seconds in which a request must be answered
+    tries: int = 5  # server: requests for one response that may fail before its prompt is left out
+    patience: float = 600.0  # server: seconds without any server that answers before the run stops
     temperature: float = 0.0  # 0 = the most likely token
     top_p: float = 1.0  # share of probability that is sampled from
     max_new_tokens: int = 512  # per response
@@ -210,7 +216,7 @@ class EvalConfig:
 
 @dataclass
 class ExportConfig:
-    formats: list[str] = field(default_factory=list)  # vllm, sglang, trtllm, speculators, eagle, medusa, mtp
+    formats: list[str] = field(default_factory=list)  # vllm, sglang, trtllm, speculators, gguf, eagle, medusa, mtp
     engine_version: str | None = None  # release that will serve, if not the tested one; several: vllm=0.32.0,sglang=…
 
 
@@ -265,6 +271,7 @@ HEAD_TYPES = tuple(KINDS)
 TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the last hidden state alone
 BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head
 BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends
+OF_SERVERS = ("model", "urls", "concurrency", "timeout", "tries", "patience")  # data.responses, of backend=server
 SCRATCH = "scratch"  # head.init_from of a head type that otherwise starts from what the target's checkpoint has
 ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
 # Head keys that only some types read; setting one for another type is an error.

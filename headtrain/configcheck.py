@@ -13,6 +13,7 @@ from headtrain.config import (
     HEAD_DRAFTERS,
     HEAD_KEYS,
     HEAD_TYPES,
+    OF_SERVERS,
     SCRATCH,
     TRAIN_KEYS,
     ConfigError,
@@ -20,10 +21,12 @@ from headtrain.config import (
     EvalConfig,
     HeadSection,
     RecipeConfig,
+    ResponsesConfig,
     ShapeConfig,
     TrainConfig,
 )
 from headtrain.engines import EXPORT_FORMATS
+from headtrain.privacy import masked
 
 
 @dataclass
@@ -71,7 +74,12 @@ RULES: dict[str, Rule] = {
     "data.valid": _number(0),
     "data.max_length": _number(2),
     "data.turns": _COUNT,
-    "data.responses.backend": _one_of("local", "given"),
+    "data.responses.backend": _one_of("local", "server", "given"),
+    "data.responses.urls": _matching(
+        r"https?://[^/@\s?#]+(/[^@\s?#]*)?", "http://HOST:PORT, without a password, key or query in it"
+    ),
+    **{f"data.responses.{key}": _COUNT for key in ("concurrency", "tries")},
+    **{f"data.responses.{key}": _number(0, open_low=True) for key in ("timeout", "patience")},
     "data.responses.temperature": _number(0),
     "data.responses.top_p": _number(0, 1, open_low=True),
     "data.responses.max_new_tokens": _COUNT,
@@ -173,6 +181,7 @@ def validate(config: RecipeConfig) -> None:
             f"{config.data.filter.min_chars}: no prompt can pass"
         )
     _validate_data(config.data)
+    _validate_servers(config)
     if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
         raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
     if shape.experts and not (shape.experts_per_token and shape.expert_intermediate):
@@ -224,6 +233,18 @@ def _validate_data(data: DataConfig) -> None:
     weighted = [place.source for place in data.prompts if place.weight is not None]
     if weighted and len(weighted) < len(data.prompts):
         raise ConfigError(f"data.prompts: {weighted[0]} has a weight; give every source one, or none")
+
+
+def _validate_servers(config: RecipeConfig) -> None:
+    rule, where = config.data.responses, "data.responses.backend=server"
+    if rule.backend != "server":
+        for key in OF_SERVERS:
+            if (value := getattr(rule, key)) != getattr(ResponsesConfig(), key):
+                raise ConfigError(f"data.responses.{key}={value}: set {where} too, or leave it out")
+    elif not rule.urls:
+        raise ConfigError(f"{where} needs data.responses.urls=[http://HOST:PORT,…]")
+    elif config.target.adapter and not rule.model:
+        raise ConfigError(f"target.adapter with {where}: set data.responses.model to the name it is served by")
 
 
 def _validate_head(head: HeadSection, train: TrainConfig) -> None:
@@ -336,10 +357,12 @@ def _check_values(prefix: str, node: Any) -> None:
             if is_dataclass(item):
                 _check_values(f"{path}.", item)
             elif item is not None and path in RULES and not RULES[path].check(item):
-                raise ConfigError(f"{path}={item}: not allowed; allowed: {RULES[path].allowed}")
+                raise ConfigError(masked(f"{path}={item}: not allowed; allowed: {RULES[path].allowed}"))
 
 
 _NEVER_EMPTY = {
     "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.speed_prompts", "train.betas", "head.taps"
 }  # fmt: skip
-_DISTINCT = {f"eval.{key}" for key in ("k", "tree", "temperature", "batch", "drafters", "suites")}
+_DISTINCT = {
+    "data.responses.urls", *(f"eval.{key}" for key in ("k", "tree", "temperature", "batch", "drafters", "suites"))
+}  # fmt: skip

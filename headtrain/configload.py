@@ -26,7 +26,7 @@ from headtrain.hardware import fast_bf16
 # Lists of alternatives that one run goes through; a single value is wrapped.
 SWEPT = (
     "eval.k", "eval.tree", "eval.temperature", "eval.batch", "eval.drafters", "eval.suites", "eval.speed_prompts",
-    "eval.cost_batches", "export.formats",
+    "eval.cost_batches", "export.formats", "data.responses.urls",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
+from headtrain.config import OF_SERVERS, SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
 from headtrain.data_gen.readers import is_hub_id
 from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
@@ -41,6 +41,9 @@ def stage_marks(
     """
     data, tree, start = config.data, asdict(config), config.head.init_from
     of_target = ("dtype", "attn_implementation", "template_kwargs", "trust_remote_code")
+    answers = {key: value for key, value in tree["data"]["responses"].items() if key not in OF_SERVERS}
+    if data.responses.model:  # who answers counts, not where or how fast
+        answers["model"] = data.responses.model
     model = {"identity": target, **{key: tree["target"][key] for key in of_target}}
     prompts = {key: tree["data"][key] for key in ("filter", "held_out", "valid")}
     # Keys that came later count where they are set: what older runs have made stays theirs.
@@ -53,13 +56,13 @@ def stage_marks(
             prompts[key] = tree["data"][key]
     if config.target.chat_template:
         model["chat_template"] = file_sha256(config.target.chat_template, "target.chat_template")
-    if data.responses.backend == "given":  # no target is asked, only its template
+    if data.responses.backend != "local":  # no target is asked here, only its template
         model.pop("dtype"), model.pop("attn_implementation")
     made_from: dict[str, dict[str, Any]] = {
         "prompts": {**prompts, "answers": data.responses.backend == "given", "content": sources},
         "responses": {
             "target": model,
-            "responses": tree["data"]["responses"],
+            "responses": answers,
             "max_length": data.max_length,
             "seed": config.seed if data.responses.temperature > 0 else None,
         },

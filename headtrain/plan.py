@@ -273,6 +273,8 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
         depths, _, lm_heads = model.medusa
         used = model.head + (depths - lm_heads) * model.draft_vocab * model.shape.hidden
     flops_per_trained = 6 * used
+    if config.data.responses.backend != "local":  # the target reads the answers once, whole
+        new = 0
     if devices.gpus == 0:
         speed = CPU_FLOPS * devices.cores
         answering = 2 * model.active * total / speed
@@ -311,8 +313,9 @@ def text(config: RecipeConfig) -> str:
 def _data_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
     parts = data_bytes(model, config)
     total = sum(parts.values())
+    what = "responses and captures" if config.data.responses.backend == "local" else "captures"
     lines = [
-        f"responses and captures, one process ({config.data.responses.batch_tokens:,} tokens a batch): "
+        f"{what}, one process ({config.data.responses.batch_tokens:,} tokens a batch): "
         f"{size(total)}",
         "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items()),
     ]
@@ -385,8 +388,10 @@ def _time_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
         assumed = f"{GPU_FLOPS / 1e12:.0f} TFLOP/s and {GPU_BANDWIDTH / 1e12:.1f} TB/s sustained by each GPU"
     else:
         assumed = f"{CPU_FLOPS / 1e9:.0f} GFLOP/s sustained by each core"
+    what = {"local": "responses with captures", "server": "captures (besides the servers' time for the responses)"}
+    what = what.get(config.data.responses.backend, "captures")
     return [
-        f"time       for {rows:,} rows: responses with captures {duration(found['answering'])}, training {training}",
+        f"time       for {rows:,} rows: {what} {duration(found['answering'])}, training {training}",
         f"           assumed: {assumed}, rows of {row_tokens(config):,} tokens (prompts of {PROMPT_TOKENS});",
         "           answers that end early make a real run faster",
     ]

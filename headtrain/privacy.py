@@ -17,7 +17,7 @@ _MASKS = (
     (re.compile(r"eyJ[\w-]{10,}\.[\w-]+\.[\w-]+"), "***"),  # a JSON web token
     (re.compile(r"(?<=Bearer )[^\s'\"]+"), "***"),
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), "***"),  # user:password of a URL
-    (re.compile(r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|key-pair-id|policy)=)[^&\s'\"]+"), r"\1***"),
+    (re.compile(r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|api[_-]?key|key-pair-id|policy)=)[^&\s'\"]+"), r"\1***"),
 )
 _ABSOLUTE = re.compile(r"(?<![\w.:/-])(?:~|/[\w.+@-]+)(?:/[\w.+@-]+)+")  # /a/b or ~/a, not the / of a/b or tokens/s
 

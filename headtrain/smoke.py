@@ -19,6 +19,7 @@ from headtrain.config import (
     PromptFilter,
     PromptSource,
     RecipeConfig,
+    ResponsesConfig,
     ShapeConfig,
 )
 
@@ -50,6 +51,9 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
         small.target.shape.kv_heads = SHAPE.heads
     small.data.prompts, small.data.filter = [PromptSource(PROMPTS)], PromptFilter()
     small.data.held_out, small.data.valid, small.data.max_length = 4, 4, 192
+    if config.data.responses.backend == "server":  # a smoke run needs no network
+        asked = config.data.responses
+        small.data.responses = ResponsesConfig(temperature=asked.temperature, top_p=asked.top_p)
     small.data.responses.max_new_tokens, small.data.responses.batch_tokens = 24, 2048
     head, train = small.head, small.train
     head.draft_vocab = "full" if config.head.draft_vocab == "full" else 128

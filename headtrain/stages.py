@@ -37,7 +37,7 @@ def run_stages(arguments: list[str]) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Notes())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for noisy in ("httpx", "filelock", "urllib3", "matplotlib", "DeepSpeed"):
+    for noisy in ("httpx", "httpx2", "filelock", "urllib3", "matplotlib", "DeepSpeed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = load_resolved(run / "config.yaml")
     quiet_libraries()
@@ -83,6 +83,10 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
         read_adapter(config.target)
     check_template(tokenizer, config.target.template_kwargs)
     coming = options["coming"].split(",")
+    if "responses" in coming and config.data.responses.backend == "server":
+        from headtrain.data_gen import server
+
+        server.check(config, tokenizer, text.vocab_size, server.end_ids(config.target, text, tokenizer))
     most = getattr(text, "max_position_embeddings", None)
     if "responses" in coming and most and config.data.max_length > most:
         raise ConfigError(f"data.max_length={config.data.max_length}: the target has {most} positions")
@@ -198,6 +202,10 @@ def responses(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     target: Any = SimpleNamespace(tokenizer=tokenizer, hidden_size=text.hidden_size)
     if config.data.responses.backend == "local":
         target = Target.load(config.target)
+    elif config.data.responses.backend == "server":
+        from headtrain.data_gen.server import end_ids
+
+        target.vocab_size, target.eos_ids = text.vocab_size, end_ids(config.target, text, tokenizer)
     respond.work(config, target, *folders, taps)
     with locked(run / "responses" / ".lock"):
         whole = respond.status(folders[1])["done_batches"] == len(plan["batches"])
