@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+AGREEMENT = 0.9  # of a server's greedy tokens with the target's own choices; rounding alone costs a few per cent
 MARGIN = 256 << 20  # bytes left free while working
 
 
@@ -139,7 +140,8 @@ def work(
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
         tensors = _capture(config, target, responses, rows, taps, meter)
         meter.tell()
-        store.write_unit(captures_folder, "captures", batch, rows, tensors, **facts(config, target, taps))
+        told = facts(config, target, taps) | {"agreed": _agreed(tensors)}
+        store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
         done += 1
     return done
 
@@ -169,6 +171,11 @@ def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
     return {**tensors, "supervised": torch.cat([row.supervised for row in read])}
 
 
+def _agreed(tensors: dict[str, Any]) -> int:
+    """How many supervised tokens are the target's choice after what stands before them."""
+    return int((tensors["supervised"][1:] & (tensors["ids"][1:] == tensors["argmax"][:-1])).sum())
+
+
 def missing(responses_folder: str | Path, captures_folder: str | Path) -> int:
     """How many batches of responses have no captures yet."""
     batches = len(read_json(Path(responses_folder) / "index.json")["files"])
@@ -183,6 +190,15 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     index = store.write_index(captures_folder, "captures", batches)
     counts = {name: sum(file[name] for file in index["files"]) for name in ("rows", "tokens", "supervised")}
     counts["bytes"] = sum((Path(captures_folder) / file["file"]).stat().st_size for file in index["files"])
+    rule = config.data.responses
+    if rule.backend == "server" and rule.temperature == 0:
+        headers = (store.read_header(Path(captures_folder) / file["file"])[1] for file in index["files"])
+        counts["greedy_agreement"] = share = round(sum(own["agreed"] for own in headers) / counts["supervised"], 4)
+        if share < AGREEMENT:
+            log.warning(
+                "only %.1f %% of the servers' greedy tokens are the choice of the target as loaded here: see that they "
+                "serve the same weights, at the same precision, and that nothing changes their sampling", 100 * share
+            )  # fmt: skip
     Manifest(captures_folder).finish(counts, norm=index.get("norm"), taps=index.get("taps"), dtype=index.get("dtype"))
     return counts
 

@@ -96,9 +96,9 @@ class Server:
             text = f"{self.url}: read {reply.prompt_tokens} prompt tokens, not {len(question.ids)}"
             raise Refused(text, "server_read_other_prompt")
         end = next((n for n, token in enumerate(ids) if token in ends), None)
-        if end is not None:  # an engine may know fewer end tokens
+        if end is not None and end < question.budget:  # an engine may know fewer end tokens
             return ids[: end + 1], "stop"
-        if reply.finish == "stop" and reply.stop in ends:  # named, but cut off
+        if reply.finish == "stop" and type(reply.stop) is int and reply.stop in ends:  # named, but cut off
             return [*ids, reply.stop], "stop"
         if reply.finish == "length" and 0 < len(ids) <= question.budget:
             return ids, "length"

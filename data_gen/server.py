@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
@@ -36,31 +37,44 @@ log = logging.getLogger(__name__)
 
 JOURNAL = "answers.jsonl"
 SEEN = "servers.json"  # engines that answered this run, for the manifest
+ENOUGH = 20  # prompts that fail before any is answered end the run
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two tries of a row, or two checks of a server that is away
 
 
 class Journal:
-    """The finished answers of a run that is under way: {(chat, turn): (ids, stop or length)}."""
+    """The finished answers of a run that is under way, in a file. `tokens`, `answers`: how many there are.
 
-    def __init__(self, path: Path):
-        self.known: dict[tuple[str, int], tuple[list[int], str]] = {}
+    Only those of `open_prompts` are kept in memory, until they are taken.
+    """
+
+    def __init__(self, path: Path, open_prompts: set[str]):
+        self.tokens = self.answers = 0
+        self.known: dict[tuple[str, int], tuple[array, str]] = {}
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        whole = path.read_bytes()
-        if cut := len(whole) - (whole.rfind(b"\n") + 1):
-            log.warning("%s: its last line was cut; that answer is asked for again", path)
-            os.ftruncate(self.handle, len(whole) - cut)
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-                self.known[row["id"], row["turn"]] = row["ids"], row["finish"]
-            except (ValueError, KeyError, TypeError):  # the machine failed while it was written
-                log.warning("%s has a damaged line; that answer is asked for again", path)
+        end = 0
+        with open(path, "rb") as lines:
+            for line in lines:
+                end += len(line) if line.endswith(b"\n") else 0
+                try:
+                    row = json.loads(line)
+                    ids = array("i", row["ids"])
+                    if line.endswith(b"\n") and row["id"] in open_prompts:
+                        self.known[row["id"], row["turn"]] = ids, row["finish"]
+                except (ValueError, KeyError, TypeError):  # the machine failed while it was written
+                    log.warning("%s has a damaged line; that answer is asked for again", path)
+                    continue
+                self.tokens, self.answers = self.tokens + len(ids), self.answers + 1
+        os.ftruncate(self.handle, end)  # a last line that was cut
+
+    def take(self, name: str, turn: int) -> tuple[list[int], str] | None:
+        ids, finish = self.known.pop((name, turn), (None, ""))
+        return None if ids is None else (ids.tolist(), finish)
 
     def add(self, name: str, turn: int, ids: list[int], finish: str) -> None:
-        self.known[name, turn] = ids, finish
         line = json.dumps({"id": name, "turn": turn, "ids": ids, "finish": finish}, separators=(",", ":")) + "\n"
         if os.write(self.handle, data := line.encode()) < len(data):
             raise OSError(errno.ENOSPC, "the disk is full; make room and run the same command again", JOURNAL)
+        self.tokens, self.answers = self.tokens + len(ids), self.answers + 1
 
     def close(self) -> None:
         os.close(self.handle)
@@ -188,12 +202,11 @@ def work(
         batches = [n for n in range(len(plan["batches"])) if not (folder / claims.file_name("responses", n)).is_file()]
         for batch in batches:
             claims.remove_parts(folder, claims.file_name("responses", batch))
-        journal = Journal(folder / JOURNAL)
+        asked = {batch: [known[row[0]] for row in plan["batches"][batch]] for batch in batches}
+        journal = Journal(folder / JOURNAL, {prompt.id for batch in asked.values() for prompt in batch})
         meter = claims.Meter(folder, 0, progress, sum(row[2] for batch in plan["batches"] for row in batch))
-        meter.add(sum(len(ids) for ids, _ in journal.known.values()))
-        run = _Run(config, target, journal, meter, write, folder / SEEN)
-        for batch in batches:
-            run.begin(batch, [known[row[0]] for row in plan["batches"][batch]])
+        meter.add(journal.tokens)
+        run = _Run(config, target, asked, journal, meter, write, folder / SEEN)
         try:
             asyncio.run(_with_pool(config, target.tokenizer, target.vocab_size, target.eos_ids, run.answer))
         finally:
@@ -206,16 +219,16 @@ class _Run:
     """The chats of all open batches, and how many of each batch are still to be answered."""
 
     def __init__(
-        self, config: RecipeConfig, target: Any, journal: Journal, meter: claims.Meter, write: Callable, seen: Path
-    ):
-        self.config, self.target, self.journal, self.meter, self.write = config, target, journal, meter, write
-        self.rule, self.seen = config.data.responses, seen
-        self.asked: dict[int, list[Prompt]] = {}
-        self.chats: dict[int, dict[str, turns.Chat]] = {}
-        self.left_out: dict[int, Counter] = {}
-
-    def begin(self, batch: int, asked: list[Prompt]) -> None:
-        self.asked[batch], self.chats[batch], self.left_out[batch] = asked, {}, Counter()
+        self, config: RecipeConfig, target: Any, asked: dict[int, list[Prompt]], journal: Journal, meter: claims.Meter,
+        write: Callable, seen: Path,
+    ):  # fmt: skip
+        self.config, self.rule, self.target, self.asked = config, config.data.responses, target, asked
+        self.journal, self.meter, self.write, self.seen = journal, meter, write, seen
+        self.chats: dict[int, dict[str, turns.Chat]] = {batch: {} for batch in asked}
+        self.left_out: dict[int, Counter] = {batch: Counter() for batch in asked}
+        self.failed: Counter = Counter()
+        self.empty: dict[int, Counter] = {}  # batches without an answer
+        self.told = 0  # prompts of which a warning said that they are left out
 
     async def answer(self, pool: Pool) -> None:
         """All chats, `concurrency` of them to each server at a time, in the order of the plan."""
@@ -226,6 +239,9 @@ class _Run:
             async with asyncio.TaskGroup() as group:
                 for _ in range(lanes):
                     group.create_task(self._lane(rows, pool))
+            self._see_that_some_are_answered(1)
+            for batch, left_out in self.empty.items():
+                self.write(batch, [], left_out)
         except* Exception as errors:  # the first one ended the others
             raise errors.exceptions[0] from None
         finally:
@@ -239,6 +255,8 @@ class _Run:
             reason = await self._chat(chat, pool)
             if reason:
                 self.left_out[batch][reason] += 1
+                self.failed[reason] += 1
+                self._see_that_some_are_answered(ENOUGH)
             self.chats[batch][prompt.id] = chat
             if len(self.chats[batch]) == len(self.asked[batch]):
                 self._finish(batch)
@@ -250,25 +268,35 @@ class _Run:
             if chat.left_out:
                 left_out[chat.left_out] += len(chat.later)
         self.meter.tell()
-        self.write(batch, [chat for chat in chats if chat.rows], left_out)
         del self.chats[batch]
+        if found := [chat for chat in chats if chat.rows]:
+            self.write(batch, found, left_out)
+        else:  # is written at the end: until then a new start asks for it once more
+            self.empty[batch] = left_out
+
+    def _see_that_some_are_answered(self, failed: int) -> None:
+        """ServerError where so many prompts failed and none was ever answered: then it is not the prompts."""
+        if not self.journal.answers and self.failed.total() >= failed:
+            reasons = ", ".join(f"{name} {number}" for name, number in self.failed.most_common())
+            raise ServerError(f"no prompt was answered, {self.failed.total()} failed: {reasons}; see the servers' logs")
 
     async def _chat(self, chat: turns.Chat, pool: Pool) -> str:
         """Asks all turns; why the chat is left out, or nothing. Later turns that cannot be had are the chat's own."""
         while True:
-            key = chat.prompt.id, chat.turn
-            if key not in self.journal.known:
+            found = self.journal.take(chat.prompt.id, chat.turn)
+            if found is None:
                 try:
-                    ids, finish = await self._answer(chat, pool)
-                except ServerError as error:
-                    if not isinstance(error, Away | Refused):
-                        raise
-                    log.warning("prompt %s is left out: %s", chat.name, error)
-                    chat.left_out = f"turns_{error.reason}" if chat.rows else ""
-                    return "" if chat.rows else error.reason
-                self.journal.add(*key, ids, finish)
-                self.meter.add(len(ids))
-            ids, finish = self.journal.known[key]
+                    found = await self._answer(chat, pool)
+                except (Away, Refused) as error:
+                    log.log(logging.WARNING if self.told < 5 else logging.INFO, "%s is left out: %s", chat.name, error)
+                    self.told += 1
+                    if not chat.rows:
+                        return error.reason
+                    chat.left_out, chat.later = f"turns_{error.reason}", ["", *chat.later]  # this turn too
+                    return ""
+                self.journal.add(chat.prompt.id, chat.turn, *found)
+                self.meter.add(len(found[0]))
+            ids, finish = found
             chat.add(ids, finish == "length", {})
             if not turns.go_on(chat, self.target, ids, finish == "length", self.config):
                 return ""

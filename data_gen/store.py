@@ -106,7 +106,7 @@ def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
         if not path.is_file():
             raise StoreError(f"{path} is missing: the stage is not finished")
         rows, own = read_header(path)
-        own = {k: v for k, v in own.items() if k not in ("seconds", "left_out")}
+        own = {k: v for k, v in own.items() if k not in ("seconds", "left_out", "agreed")}
         if facts is not None and own != facts:
             raise StoreError(f"{path} was made with other settings than the first file ({own} and {facts})")
         facts = own

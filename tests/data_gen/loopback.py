@@ -1,4 +1,4 @@
-"""A server for tests that speaks like vLLM, SGLang or TensorRT-LLM and can be told to fail. Standard library only.
+"""A server for tests that speaks like vLLM, SGLang or TensorRT-LLM and can be told to fail.
 
 Its answer is a pure function of the prompt (`answer`), so that tests know what must be stored. As a program:
 `python loopback.py PORT DIALECT VOCAB END FOLDER` answers until it is killed.
@@ -186,10 +186,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
+
+    class Words:
+        """As transformers' tokenizer of that folder, without importing transformers."""
+
+        def __init__(self, folder: str):
+            self.inner = Tokenizer.from_file(f"{folder}/tokenizer.json")
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     port, dialect, vocab, end, folder = sys.argv[1:]
-    engine = Engine(dialect, int(vocab), int(end), AutoTokenizer.from_pretrained(folder), int(port))
+    engine = Engine(dialect, int(vocab), int(end), Words(folder), int(port))
     engine.fault = lambda ids, n: "slow"
     print(engine.url, flush=True)
     threading.Event().wait()

@@ -157,16 +157,21 @@ def test_rows_never_exceed_max_length(run, engines, served, loopback):
     assert max(lengths) == 40 and manifest["left_out"]["no_supervised_tokens_after_truncation"] > 0
 
 
-def test_captures_are_made_of_the_stored_ids(run, engines, tiny_target):
+def test_captures_are_made_of_the_stored_ids_and_tell_how_often_the_target_agrees(run, engines, tiny_target, caplog):
     stage = run(*engines("vllm"))
     stage.whole()
     capture.work(stage.recipe, tiny_target, *stage.folders[1:], TAPS)
     capture.finish(stage.recipe, *stage.folders[1:])
     store = CaptureStore(stage.folders[2])
     assert {row.id: store.read(row).ids.tolist() for row in store.rows} == {k: v[0] for k, v in stage.rows().items()}
-    row = store.rows[0]
-    whole = tiny_target.model(store.read(row).ids[None].long()).logits[0]
-    assert torch.equal(store.read(row).argmax[:-1].long(), whole.argmax(-1)[:-1])
+    agreed = total = 0
+    for ids, _, first in stage.rows().values():
+        choices = tiny_target.model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        agreed += sum(choice == token for choice, token in zip(choices[first - 1 : -1], ids[first:], strict=True))
+        total += len(ids) - first
+    counts = read_json(stage.folders[2] / "manifest.json")["counts"]
+    assert 0 < agreed < 0.9 * total and counts["greedy_agreement"] == round(agreed / total, 4)
+    assert "of the servers' greedy tokens are the choice of the target" in caplog.text
 
 
 def test_later_turns_are_asked_after_the_servers_own_answers(run, engines, served, loopback, target, tmp_path):
@@ -192,6 +197,11 @@ def test_later_turns_are_asked_after_the_servers_own_answers(run, engines, serve
             second += 1
     assert begun == 11 and 0 < second < begun
     assert manifest["left_out"] == {"turns_after_an_answer_that_is_cut_off": begun - second}
+    (engine,) = engines("sglang")
+    later = target.tokenizer.encode("and?", add_special_tokens=False)
+    engine.fault = lambda ids, n: "400" if any(ids[i : i + 4] == later for i in range(len(ids))) else None
+    again = run(engine, root="again")
+    assert again.whole()["left_out"]["turns_server_error_400"] == second and len(again.rows()) == begun
 
 
 # ------------------------------------------------------------------------------------------------- refused at the start
@@ -312,6 +322,21 @@ def test_a_batch_without_any_answer_is_captured_as_an_empty_one(run, engines, se
     assert len(CaptureStore(stage.folders[2]).rows) == len(expected) - len(lost) == len(stage.rows())
 
 
+def test_when_no_prompt_at_all_is_answered_the_run_ends_and_asks_again_later(run, engines, loopback, monkeypatch):
+    monkeypatch.setattr(server, "ENOUGH", 6)
+    (engine,) = engines("vllm")
+    engine.fault = lambda ids, n: "400"
+    stage = run(engine)
+    with pytest.raises(ServerError, match=r"no prompt was answered, 6 failed: server_error_400 6"):
+        stage.work()
+    assert not list(stage.responses.glob("*.safetensors"))
+    monkeypatch.setattr(server, "ENOUGH", 100)
+    with pytest.raises(ServerError, match=r"no prompt was answered, 21 failed"):
+        stage.work()
+    engine.fault = lambda ids, n: None
+    assert stage.whole()["left_out"] == {} and stage.rows() == stage.expected(loopback)
+
+
 def test_a_dead_server_gets_no_rows_and_gets_them_again_when_it_is_back(run, engines, loopback, caplog, monkeypatch):
     monkeypatch.setattr(server, "LONGEST_WAIT", 0.05)
     one, two = engines("vllm", "vllm")
@@ -425,7 +450,8 @@ def test_a_server_killed_and_started_anew_changes_nothing(run, engines, target, 
             stage.work()
         finally:
             os._exit(0)
-    while len(lines(stage.responses / server.JOURNAL)) < 3:
+    until = time.monotonic() + 60
+    while len(lines(stage.responses / server.JOURNAL)) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     first.kill()
     first.wait()
@@ -451,7 +477,7 @@ def test_a_line_that_a_crash_cut_or_damaged_is_asked_for_again(run, engines, loo
     before = len(engine.asked)
     stage.whole()
     assert len(engine.asked) - before == 2 and stage.rows() == stage.expected(loopback)
-    assert "its last line was cut" in caplog.text and "a damaged line" in caplog.text
+    assert caplog.text.count("a damaged line") == 2
 
 
 # ------------------------------------------------------------------------------------------------- keys, secrets
