@@ -76,7 +76,9 @@ def inexact(run: Path, dtype: str) -> list[str]:
     """Why the figure would not be the decoder's τ, by what the manifests of responses and captures say."""
     answers, states = (Manifest(run / stage).data.get("made_from", {}) for stage in ("responses", "captures"))
     rule, reasons = answers.get("responses", {}), []
-    if rule.get("backend") != "local":
+    if rule.get("backend") == "server":
+        reasons.append("the answers are servers', whose arithmetic is not the decoder's")
+    elif rule.get("backend") != "local":
         reasons.append("the answers are not known to be the target's own")
     if rule.get("temperature") != 0:
         reasons.append(f"the answers were sampled (temperature {rule.get('temperature')})")
@@ -84,14 +86,14 @@ def inexact(run: Path, dtype: str) -> list[str]:
         "the answers were made": answers.get("target", {}).get("dtype"),
         "the states were computed": states.get("target", {}).get("dtype"), "the states are stored": states.get("dtype"),
     }  # fmt: skip
-    return reasons + [f"{what} in {own}, the decoder runs in {dtype}" for what, own in made.items() if own != dtype]
+    return reasons + [f"{what} in {own or 'an unknown dtype'}, the decoder runs in {dtype}" for what, own in made.items() if own != dtype]
 
 
 def budget_of(run: Path) -> tuple[int, int] | None:
     """(new tokens, tokens of a whole row) that the target's answers were allowed; None where there is no such rule."""
     made = Manifest(run / "responses").data.get("made_from", {})
     rule = made.get("responses", {})
-    return (rule["max_new_tokens"], made["max_length"]) if rule.get("backend") == "local" else None
+    return (rule["max_new_tokens"], made["max_length"]) if rule.get("backend") in ("local", "server") else None
 
 
 def steps_of(
