@@ -7,7 +7,8 @@ Every head is trained in a process of its own with one thread; its budget is tha
 included. Kept is the checkpoint with the best simulated τ on the validation rows; it is measured once, in fp32, on the
 target's greedy answers to the held-out prompts and to 40 HumanEval prompts: τ = 1 + accepted drafts per step, five
 drafts per step, steps that end with the answer included. Besides the names in VARIANTS, `only` takes changes of the
-default written out: train.noise=0.3+head.unroll=5. Results are added to benchmarks/results/acceptance.jsonl;
+default written out: train.noise=0.3+head.unroll=5. Another recipe's run (headtrain generate recipe=medusa_smollm2)
+gives another type of head. Results are added to benchmarks/results/acceptance.jsonl;
 `python benchmarks/acceptance.py table` prints them as a table and writes it beside.
 """
 
@@ -29,7 +30,7 @@ PLAIN = [
     "head.freeze_lm_head=false", "train.decay=0.8", "train.clip=0.5", "train.lr=1e-3",
 ]  # fmt: skip
 VARIANTS: dict[str, list[str]] = {
-    "default": ["seed=0"],  # recipe eagle3_smollm2 as it stands
+    "default": ["seed=0"],  # the run's recipe as it stands
     "plain": PLAIN,  # the EAGLE-3 recipe; lm_head and final norm start from the target's
 }
 
@@ -110,12 +111,15 @@ def train_one(run: Path, name: str, seed: int, seconds: float, overrides: str) -
     began = time.process_time(), time.monotonic()
     trainer.train(config, place)
     spent, wall = time.process_time() - began[0], time.monotonic() - began[1]
-    head = load_head(place / "head", load_parts(config.target).embedding.float())
+    parts = load_parts(config.target)
+    head = load_head(place / "head", parts.embedding.float(), lm_head=parts.lm_head.float())
     log = [json.loads(line) for line in (place / "training" / "log.jsonl").read_text().splitlines()]
     last = [line for line in log if "tokens" in line][-1]
     best = json.loads((place / "training" / "best.json").read_text())
+    kind = config.head.type
     result = {
-        "name": name, "seed": seed, "seconds": seconds, "cpu_s": round(spent), "wall_s": round(wall),
+        "name": name if kind == "eagle3" else f"{kind}_smollm2, {name}",
+        "seed": seed, "seconds": seconds, "cpu_s": round(spent), "wall_s": round(wall),
         "steps": last["step"], "epoch": last["epoch"], "best_step": best["step"], "valid_tau": best["tau"],
         **{suite: measure(head, tensors) for suite, tensors in torch.load(answers(run)).items()},
     }  # fmt: skip
