@@ -86,7 +86,8 @@ def inexact(run: Path, dtype: str) -> list[str]:
         "the answers were made": answers.get("target", {}).get("dtype"),
         "the states were computed": states.get("target", {}).get("dtype"), "the states are stored": states.get("dtype"),
     }  # fmt: skip
-    return reasons + [f"{what} in {own or 'an unknown dtype'}, the decoder runs in {dtype}" for what, own in made.items() if own != dtype]
+    made = {what: own or "an unknown dtype" for what, own in made.items()}
+    return reasons + [f"{what} in {own}, the decoder runs in {dtype}" for what, own in made.items() if own != dtype]
 
 
 def budget_of(run: Path) -> tuple[int, int] | None:
