@@ -295,15 +295,15 @@ def goal(value: float, bound: float, at_least: bool) -> str:
 def markdown(result: dict[str, Any]) -> str:
     about = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    others = max(found["others"] for found in result["dtypes"].values())
-    idle = "The machine was otherwise idle" if others <= QUIET else "**The machine was not idle**"
     text = [
         "# Decoding on a CPU, batch 1\n",
-        f"SmolLM2-135M-Instruct, greedy, {about['new']} new tokens; {versions}; {about['cpu']}, one thread. {idle}: "
-        f"anything else kept at most {others:.2f} cores busy. Rates are per core-second, from the best of "
-        f"{about['rounds']} turns of every prompt. [How it is measured](../../docs/benchmarks.md).\n",
+        f"SmolLM2-135M-Instruct, greedy, {about['new']} new tokens; {versions}; {about['cpu']}, one thread. Rates are "
+        f"per core-second, from the best of {about['rounds']} turns of every prompt. "
+        "[How it is measured](../../docs/benchmarks.md).\n",
     ]
     for dtype, found in result["dtypes"].items():
+        idle = "The machine was otherwise idle" if found["others"] <= QUIET else "**The machine was not idle**"
+        text.append(f"{dtype}: {idle}; anything else kept at most {found['others']:.2f} cores busy.\n")
         if dtype == "bf16" and not about["bf16"]:
             text.append("This CPU has no bf16 instructions. Ours widens bf16 weights to fp32 as it reads them.\n")
         text += [

@@ -56,4 +56,4 @@ def test_the_report_shows_the_cost_of_verifying_and_says_what_was_skipped_and_di
     assert "| 6 | 100.0 | 2.00 | 25.0 | 1.25 | ≤ 1.3: met |" in text
     assert "| 16 | 200.0 | 4.00 | 50.0 | 2.50 |  |" in text
     assert "Skipped: no trained head was given" in text and "no bf16 instructions" in text
-    assert "**The machine was not idle**: anything else kept at most 0.50 cores busy" in text
+    assert "**The machine was not idle**; anything else kept at most 0.50 cores busy" in text
