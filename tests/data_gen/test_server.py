@@ -183,7 +183,7 @@ def test_later_turns_are_asked_after_the_servers_own_answers(run, engines, serve
     served.data.prompts[0].source, served.data.turns, served.data.held_out = str(source), 2, 1
     stage = run(*engines("sglang"))
     manifest = stage.whole()
-    begun, second = 0, 0
+    begun, second, found = 0, 0, [ids for ids, *_ in stage.rows().values()]
     for prompt in prompts.load(stage.folders[0]):
         if prompt.split == "heldout":
             continue
@@ -191,9 +191,10 @@ def test_later_turns_are_asked_after_the_servers_own_answers(run, engines, serve
         first = chat.prompt_ids(target.tokenizer, prompt.messages)
         new, finish = loopback.answer(first, 20, target.vocab_size, 1)
         if finish == "stop":
-            ids, _, at = stage.rows()[prompt.id]
-            history = first + new
-            assert at == len(first) and ids[: len(history)] == history and len(ids) > len(history)
+            said = {"role": "assistant", "content": target.tokenizer.decode(new[:-1])}
+            later = [*prompt.messages, said, {"role": "user", "content": "and?"}]
+            ids = chat.prompt_ids(target.tokenizer, later)
+            assert ids + loopback.answer(ids, 20, target.vocab_size, 1)[0] in found
             second += 1
     assert begun == 11 and 0 < second < begun
     assert manifest["left_out"] == {"turns_after_an_answer_that_is_cut_off": begun - second}
@@ -202,6 +203,7 @@ def test_later_turns_are_asked_after_the_servers_own_answers(run, engines, serve
     engine.fault = lambda ids, n: "400" if any(ids[i : i + 4] == later for i in range(len(ids))) else None
     again = run(engine, root="again")
     assert again.whole()["left_out"]["turns_server_error_400"] == second and len(again.rows()) == begun
+    assert len(found) > begun
 
 
 # ------------------------------------------------------------------------------------------------- refused at the start
@@ -304,7 +306,7 @@ def test_a_row_that_no_server_answers_is_left_out_for_a_counted_reason(run, engi
     assert manifest["left_out"] == dict(Counter(reasons)) and manifest["counts"]["rows"] == 14
     assert {Counter(one.asked + two.asked)[ids] for ids in by_prompt} == {5}
     assert sum(one.asked.count(ids) > 0 < two.asked.count(ids) for ids in by_prompt) >= 5  # one may be being checked
-    assert caplog.text.count("is left out") == 7
+    assert caplog.text.count("is left out") == 5  # and the manifest counts them all
 
 
 def test_a_batch_without_any_answer_is_captured_as_an_empty_one(run, engines, served, loopback, tiny_target):
@@ -343,9 +345,9 @@ def test_a_dead_server_gets_no_rows_and_gets_them_again_when_it_is_back(run, eng
     state = {"back": 0.0}
 
     def fail(ids, n):
-        if len(two.asked) == 4:
+        if len(two.asked) >= 4 and not state["back"]:
             two.down = True
-            state["back"] = time.monotonic() + 0.3
+            state["back"] = time.monotonic() + 0.1
         if two.down and time.monotonic() > state["back"]:
             two.down = False
         return "cut" if two.down else None
@@ -353,6 +355,7 @@ def test_a_dead_server_gets_no_rows_and_gets_them_again_when_it_is_back(run, eng
     two.fault = fail
     one.fault = lambda ids, n: (fail(ids, n), "slow")[1]
     stage = run(one, two)
+    stage.recipe.data.responses.concurrency = 2
     manifest = stage.whole()
     assert stage.rows() == stage.expected(loopback) and manifest["left_out"] == {}
     assert "gets no prompts until it is back" in caplog.text and f"{two.url} is back" in caplog.text
