@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,19 @@ class Settings:
 def examine(folder: Path, target: TargetConfig, settings: Settings) -> Iterator[Finding]:
     """The findings, as they are made. Raises ConfigError or TargetError where head or target cannot be read at all."""
     config, tensors = _read(folder)
+    brought = folder / "adapter"  # of a target that was trained along with the head
+    if target.adapter and Path(target.adapter).resolve() == brought.resolve():
+        target = replace(target, adapter=None)
     case = _case(folder, config, tensors, target, settings.engine)
-    expected = _expected(folder, settings.report)
+    expected, unused = _expected(folder, settings.report)
     yield from checks(case)
+    if unused:
+        yield Finding("report", WARNING, f"nothing is compared with a report: {unused}",
+                      "what to expect of this head is not known",
+                      "measure it (headtrain eval head=…), or name its report (report=…)")  # fmt: skip
+    if brought.is_dir() and not target.adapter:
+        yield Finding("adapter", OK, "the head brings an adapter of its target: serve with it, as the probe does")
+        target = replace(target, adapter=str(brought))
     if settings.probe:
         yield from _probe(case, folder, target, settings, expected)
     if settings.engine_url:
@@ -94,13 +104,34 @@ def _case(folder: Path, config: dict[str, Any], tensors: dict[str, Any], target:
     raw = PreTrainedConfig.get_config_dict(model_path(target), revision=target.revision)[0]
     quantization = raw.get("quantization_config")
     case = Case(config, tensors, parts, target, identity, load_tokenizer(target), quantization, engine=engine)
-    case.faults = contract_faults(folder, engine, case.kind, config, tensors)
+    case.faults = contract_faults(folder, case)
     return case
 
 
-def _expected(folder: Path, place: str | None) -> Expected | None:
-    found = find_report(place, folder)
-    return read_expected(found, sha256_file(folder / "model.safetensors")) if found else None
+def _expected(folder: Path, place: str | None) -> tuple[Expected | None, str | None]:
+    """(what the report says, why the one that was found in the head's run says nothing)"""
+    if not (found := find_report(place, folder)):
+        return None, None
+    marks = _marks(folder)
+    try:
+        expected = read_expected(found, marks)
+    except ValueError as error:
+        if place:
+            raise
+        return None, str(error)
+    if not place and expected.sha256 not in (None, *marks):
+        return None, "that of the run it lies in measured other weights"
+    return expected, None
+
+
+def _marks(folder: Path) -> list[str]:
+    """Checksums of the head's weights: the file's, and of an export also that of the file it was made from."""
+    from safetensors import safe_open
+
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as handle:
+        source = (handle.metadata() or {}).get("source")
+    return [sha256_file(file), *([source] if source else [])]
 
 
 def _probe(

@@ -17,14 +17,23 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from headtrain.config import ConfigError, TargetConfig
-from headtrain.engines import NUMBERINGS, TapsError, engine_ids, sglang_rules_agree
+from headtrain.engines import (
+    NESTED,
+    NUMBERINGS,
+    SGLANG_FIRST_IS_1,
+    SGLANG_FIRST_IS_1_SINCE,
+    TESTED_VERSIONS,
+    TapsError,
+    engine_ids,
+    sglang_numbering,
+    sglang_rules_agree,
+)
 from headtrain.facts import head_rope
 from headtrain.heads.vocab import mapping_hash
 from headtrain.target import TargetParts
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "llama_cpp")
-FORMATS = {"tensorrt_llm": "trtllm", "llama_cpp": "gguf"}  # export formats that are not called as their engine
 SAMPLED = 64  # rows of lm_head that are looked for among the target's
 MESSAGES = [{"role": "user", "content": "Hello"}]
 OTHER_TARGET = "give the target that the head was trained for"
@@ -91,6 +100,11 @@ class Case:
         return self.ours.get("type", "eagle3")
 
     @property
+    def sglang(self) -> str:
+        """How SGLang's newest known release counts the target's layers, a key of NUMBERINGS."""
+        return sglang_numbering(TESTED_VERSIONS["sglang"], self.parts.config.model_type)
+
+    @property
     def made_for(self) -> dict[str, Any]:
         return self.ours.get("made_for") or {}
 
@@ -112,27 +126,32 @@ def warning(check: str, says: str, costs: str = "", mend: str = "") -> Finding:
     return Finding(check, WARNING, says, costs or ABOUT[check][0], mend or ABOUT[check][1])
 
 
-def contract_faults(
-    folder: Path, engine: str, kind: str, config: dict[str, Any], tensors: dict[str, Tensor]
-) -> dict[str, list[str]]:
+def contract_faults(folder: Path, case: Case) -> dict[str, list[str]]:
     """Every way in which the engine's loader would misread the folder as it lies, by the check it belongs to, and what
     was never trained. ConfigError for an engine that takes no such heads.
 
     An MTP module is no folder of an engine's: it is checked when it is put back into its checkpoint.
     """
-    from headtrain.export import audit
+    from headtrain.export import ExportError
+    from headtrain.export.build import head_faults
     from headtrain.export.contracts import faults, load_contract
+    from headtrain.export.folder import read_head
 
-    if kind == "mtp":
+    if case.kind == "mtp":
         return {}
     try:
-        found = faults(load_contract(engine, kind), config, tensors)
+        contract = load_contract(case.engine, case.kind)
     except FileNotFoundError as error:
-        raise ConfigError(f"engine={engine}: {error.args[0]}") from error
-    more = audit(folder, FORMATS.get(engine, engine), target_info={})
-    found += [text for text in more if "never trained" in text and text not in found]
+        raise ConfigError(f"engine={case.engine}: {error.args[0]}") from error
+    if case.engine == "sglang" and contract.get("taps"):
+        contract["taps"] = contract["taps"] | {NESTED: case.sglang}
+    found = faults(contract, case.config, case.tensors)
+    try:
+        found += head_faults(read_head(folder), {}) if case.ours else []
+    except ExportError as error:
+        found.append(str(error))
     sorted_out: dict[str, list[str]] = {}
-    for text in found:
+    for text in dict.fromkeys(found):
         check = next((name for name, words in _BELONGS.items() if re.search(words, text)), "files")
         sorted_out.setdefault(check, []).append(text)
     return sorted_out
@@ -156,17 +175,17 @@ def taps(case: Case) -> Iterator[Finding]:
     elif (held := (case.made_for.get("captures") or {}).get("taps")) and held != trained:
         yield fault("taps", f"the head is said to read taps {trained}, but its captures held {held}")
     elif trained and "taps" not in case.faults:
-        yield Finding("taps", OK, f"blocks {trained} of {blocks}; {_numberings(trained, blocks)}")
-        if not sglang_rules_agree(trained, blocks):
-            says = "SGLang releases that add 1 only when the first id is 1 read these taps one too low"
-            yield warning("taps", says, mend="use a release that always adds 1")
+        yield Finding("taps", OK, f"blocks {trained} of {blocks}; {_numberings(case, trained, blocks)}")
+        if case.parts.config.model_type in SGLANG_FIRST_IS_1 and not sglang_rules_agree(trained, blocks):
+            says = f"SGLang counts this target's layer ids in another way from {SGLANG_FIRST_IS_1_SINCE} on than before"
+            yield warning("taps", says, mend="export with format=sglang and the engine_version that serves it")
 
 
-def _numberings(trained: list[int], blocks: int) -> str:
+def _numberings(case: Case, trained: list[int], blocks: int) -> str:
     words = []
-    for engine in ("vllm", "sglang", "tensorrt_llm"):
+    for engine, way in {"vllm": "vllm", "sglang": case.sglang, "tensorrt_llm": "tensorrt_llm"}.items():
         try:
-            words.append(f"{engine} {NUMBERINGS[engine].key.split('.')[-1]}={engine_ids(engine, trained, blocks)}")
+            words.append(f"{engine} {NUMBERINGS[way].key.split('.')[-1]}={engine_ids(way, trained, blocks)}")
         except TapsError as error:
             words.append(f"{engine}: {error}")
     return ", ".join(words)

@@ -37,8 +37,9 @@ class Reading:
     normed_last: bool = True  # eagle: the last state after the final norm
 
 
-def as_served(engine: str, kind: str, config: dict[str, Any], blocks: int) -> Reading:
+def as_served(engine: str, kind: str, config: dict[str, Any], blocks: int, sglang: str = "sglang") -> Reading:
     """The reading of an engine; TensorRT-LLM is told the layers at its start and is taken to be told the trained ones.
+    sglang: how SGLang counts the target's layers.
 
     Raises TapsError for layer ids that the target does not have.
     """
@@ -51,7 +52,7 @@ def as_served(engine: str, kind: str, config: dict[str, Any], blocks: int) -> Re
     kind_of_rope = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     rope = {"rope_theta": float(config.get("rope_theta") or 10000.0), "rope_type": kind_of_rope, **scaling}
     return Reading(
-        taps=tuple(taps_from_ids(engine, ids, blocks)) if kind == "eagle3" else (),
+        taps=tuple(taps_from_ids(sglang if engine == "sglang" else engine, ids, blocks)) if kind == "eagle3" else (),
         rope=tuple(sorted(rope.items())),
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_output=bool(config.get("norm_output")),

@@ -91,7 +91,7 @@ def _plain(case: Case, head: Head | None, target: Target, texts: list, k: int):
     """Findings of the plain path; returns the accepted drafts of every step along the answers."""
     blocks = target.num_layers
     try:
-        served = as_served(case.engine, case.kind, case.config, blocks)
+        served = as_served(case.engine, case.kind, case.config, blocks, case.sglang)
         readings = {"": ("", served)} | variants(case, served, blocks)
         wanted = sorted({tap for _, reading in readings.values() for tap in reading.taps} | {blocks})
         rows = [_states(target, ids, len(prompt), tuple(wanted)) for prompt, ids in texts]

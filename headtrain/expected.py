@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,19 +42,20 @@ def find_report(place: str | None, head: Path | None = None) -> Path | None:
     raise ValueError(f"report={place}: no such file; give a run's report/report.json")
 
 
-def read_expected(path: Path, sha256: str | None = None) -> Expected:
-    """What the report at `path` says of its head; of several, the one with this sha256. ValueError naming the file."""
+def read_expected(path: Path, marks: Sequence[str] = ()) -> Expected:
+    """What the report at `path` says of its head; of several, the one with one of these checksums. ValueError naming
+    the file."""
     report = read_json(path, "make the report again (headtrain eval)")
     try:
-        heads = [head for head in report["heads"] if len(report["heads"]) == 1 or head["sha256"] == sha256]
+        heads = [head for head in report["heads"] if len(report["heads"]) == 1 or head["sha256"] in marks]
         if len(heads) != 1:
             names = ", ".join(head["id"] for head in report["heads"])
             raise ValueError(f"report={path}: it measures several heads ({names}); give the report of the served one")
-        mine = [row for row in report["results"] if _greedy_chain(row, heads[0]["id"])]
+        mine = [row for row in report["results"] if greedy_chain(row, heads[0]["id"])]
         if not mine:
             raise ValueError(f"report={path}: it has no greedy chain of the head alone; run headtrain eval with k=[…]")
         best = max(mine, key=lambda row: (row["suite"] == "heldout", len(row["alpha"]), row["steps"]))
-        series = [one for one in (report.get("cost") or {}).get("series") or [] if _greedy_chain(one, heads[0]["id"])]
+        series = [one for one in (report.get("cost") or {}).get("series") or [] if greedy_chain(one, heads[0]["id"])]
         series.sort(key=lambda one: one["suite"] != best["suite"])
         predictions = series[0]["predictions"] if series else []
         return Expected([float(share) for share in best["alpha"]], best["suite"], heads[0].get("sha256"), predictions)
@@ -61,8 +63,10 @@ def read_expected(path: Path, sha256: str | None = None) -> Expected:
         raise ValueError(f"report={path}: not a report of headtrain's ({error!r}); give a run's report.json") from error
 
 
-def _greedy_chain(row: dict[str, Any], head: str) -> bool:
+def greedy_chain(row: dict[str, Any], head: str | None) -> bool:
+    """Whether a report's result is of greedy chains of this head alone; speed is measured on a few prompts only."""
     return (
         row["drafter"] == "head" and row.get("head") in (None, head) and row["temperature"] == 0
+        and row.get("kind") != "speed"
         and (row.get("tree") or "chain") == "chain" and row.get("alpha", [0])[:1] not in ([], [None])
     )  # fmt: skip

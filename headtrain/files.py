@@ -86,15 +86,20 @@ def writing(path: str | Path):
 
 @contextlib.contextmanager
 def replacing(folder: str | Path):
-    """Yields an empty folder beside `folder`; what the block puts there is flushed and takes its place at once."""
-    folder = Path(folder)
+    """Yields an empty folder beside `folder`; what the block puts there is flushed and takes its place at once.
+
+    A link stays one: where it leads is replaced. ValueError for the folder that the process works in, or one above.
+    """
+    given, folder = folder, Path(folder).resolve()
+    if Path.cwd().is_relative_to(folder):
+        raise ValueError(f"{given} is the folder that this command runs in, or one above it; name another one")
     folder.parent.mkdir(parents=True, exist_ok=True)
     part, aside = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
         yield part
-        for file in part.iterdir():
+        for file in (path for path in part.rglob("*") if path.is_file()):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
         fsync_folder(part)

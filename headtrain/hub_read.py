@@ -25,6 +25,8 @@ def head_folder(place: str | Path, files: list[str] | None = None, key: str = "h
     message of a HubError. A place that is neither is returned as a path, for the reader to complain about.
     """
     path, hub = Path(locate(str(place))).expanduser(), hub_id(place)
+    if path.name in ("", ".."):  # `.` has no name: what lies beside the head is looked for in the folder above
+        path = path.resolve()
     if hub is None or path.exists():
         return path
     from huggingface_hub import errors, snapshot_download

@@ -197,6 +197,10 @@ def monitor(
     if log and not log.absolute().parent.is_dir():
         raise ValueError(f"log={log}: there is no folder {log.parent}")
     expected = read_expected(report) if report else None
-    with open(log, "a", encoding="utf-8") if log else contextlib.nullcontext() as handle:
+    try:
+        opened = open(log, "a", encoding="utf-8") if log else contextlib.nullcontext()  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ValueError(f"log={log}: cannot be written ({error.strerror})") from error
+    with opened as handle:
         say = lambda text: print(text, flush=True)  # noqa: E731
         return 0 if Monitor(urls, expected, say=say, log=handle).run(interval, count) else 1

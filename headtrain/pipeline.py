@@ -43,7 +43,7 @@ def fit(config: RecipeConfig) -> None:
     from headtrain.export import hub
     from headtrain.export.refusals import check_plan
 
-    check_plan(config.head.type, config.export.formats, config.export.engine_version, config.target.model)
+    check_plan(config.head.type, config.export.formats, config.export.engine_version, config.target.model, config.head)
     stages = [stage for stage in identity.STAGES if stage != "export" or config.export.formats]
     with opened(config) as job:
         asked = job.config.push
@@ -120,7 +120,7 @@ def export_head(head: Path, name: str, out: str | None, target: str | None = Non
     if not out and head.resolve().parent.name.startswith("step-"):
         raise ConfigError(f"head={head} lies in a checkpoint, which training deletes later: say where with out=")
     folder = Path(out) if out else head.parent / "export" / name
-    info = known_target(head) | ({"model": target, "adapter": None} if target else {})
+    info = known_target(head) | ({"model": target, "adapter": False} if target else {})  # served as it is
     return f"{name}: {export(head, name, folder, info, **options)}"
 
 

@@ -5,7 +5,7 @@ Every figure is a formula below; what it assumes is printed with it. Sizes are d
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headtrain.config import BORROWED, TAPPED, ConfigError, RecipeConfig, ShapeConfig
-from headtrain.files import free_bytes, locate
+from headtrain.files import free_bytes, locate, read_json
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 LOGITS = 256 << 20  # full-vocabulary float32 logits that the data stages hold at a time
@@ -144,13 +144,14 @@ def reachable_config(config: RecipeConfig) -> dict:
         return {}
     path = Path(locate(config.target.model)).expanduser() / "config.json"
     if not path.is_file() and config.target.model.count("/") == 1 and ":" not in config.target.model:
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import errors, try_to_load_from_cache
 
-        found = try_to_load_from_cache(config.target.model, "config.json", revision=config.target.revision)
-        path = Path(found) if isinstance(found, str) else path
+        with contextlib.suppress(errors.HFValidationError):  # a folder without one, such as /data
+            found = try_to_load_from_cache(config.target.model, "config.json", revision=config.target.revision)
+            path = Path(found) if isinstance(found, str) else path
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path, "copy the model again")
     return content.get("text_config", content)
 
 

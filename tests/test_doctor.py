@@ -364,6 +364,60 @@ def test_a_quantised_target_is_a_warning(target, train, examine, tmp_path):
     assert found["dtypes"][0]["status"] == "warning" and "fp8" in found["dtypes"][0]["says"]
 
 
+# ------------------------------------------------------------------------------------------------- other targets
+
+@pytest.fixture
+def untrained(tmp_path):
+    """The folder of a head of taps 3, 4, 5 that knows that it has never been trained."""
+    from headtrain.heads.base import HeadConfig, save_head
+    from headtrain.heads.eagle3 import Eagle3Head
+    from headtrain.heads.start import start_marks
+
+    head = Eagle3Head(HeadConfig(
+        hidden_size=64, target_hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=384, draft_vocab_size=384, taps=[3, 4, 5], target_layers=8,
+    ))  # fmt: skip
+    head.marks = start_marks(head)
+    save_head(head, tmp_path / "untrained")
+    return tmp_path / "untrained"
+
+
+def case_of(folder, family, engine):
+    from types import SimpleNamespace
+
+    from headtrain.doctor_checks import Case
+
+    config = json.loads((folder / "config.json").read_text())
+    parts = SimpleNamespace(config=SimpleNamespace(model_type=family, num_hidden_layers=8))
+    return Case(config, load_file(folder / "model.safetensors"), parts, None, {}, None, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt_llm", "llama_cpp"])
+def test_a_head_that_was_never_trained_is_a_fault_whatever_engine_is_asked_about(engine, untrained):
+    from headtrain.doctor_checks import contract_faults
+
+    found = contract_faults(untrained, case_of(untrained, "llama", engine))
+    assert [text for text in found["files"] if "it was never trained" in text] and set(found) == {"files"}
+
+
+@pytest.mark.parametrize(("family", "ids"), [("llama", [2, 3, 4]), ("deepseek_v3", [3, 4, 5])])
+def test_layer_ids_are_judged_as_sglang_counts_those_of_the_targets_family(family, ids, untrained, tmp_path):
+    from headtrain.doctor_checks import contract_faults, taps
+    from headtrain.doctor_plain import as_served
+    from headtrain.export import export
+
+    weights = load_file(untrained / "model.safetensors")
+    save_file({name: t * 2 if t.dim() > 1 else t for name, t in weights.items()}, untrained / "model.safetensors")
+    out = export(untrained, "sglang", tmp_path / "out", {"family": family}, engine_version="0.5.23")
+    case, other = (case_of(out, name, "sglang") for name in (family, {"llama": "deepseek_v3"}.get(family, "llama")))
+    assert contract_faults(out, case) == {} and set(contract_faults(out, other)) == {"taps"}
+    assert as_served("sglang", "eagle3", case.config, 8, case.sglang).taps == (3, 4, 5)
+    assert as_served("sglang", "eagle3", case.config, 8, other.sglang).taps != (3, 4, 5)
+    found = list(taps(case))
+    assert f"sglang eagle_aux_hidden_state_layer_ids={ids}," in found[0].says
+    assert [one.status for one in found] == ["ok"] + ["warning"] * (family == "deepseek_v3")
+
+
 # ------------------------------------------------------------------------------------------------- report and engine
 
 @pytest.mark.parametrize(("times", "status"), [(1.0, "ok"), (1.2, "ok"), (1.6, "warning"), (2.5, "fault")])
@@ -376,6 +430,31 @@ def test_acceptance_is_compared_with_the_report_that_came_with_the_head(times, s
     _, found = examine(train("sound"), f"report={path}")
     assert found["acceptance"][0]["status"] == status
     assert found["acceptance"][0]["numbers"]["expected_tau"] == pytest.approx(1 + sum(alpha))
+
+
+def test_a_runs_report_counts_for_the_head_that_it_measured_and_for_its_exports_alone(train, examine, tmp_path):
+    from headtrain.export import export
+    from headtrain.files import sha256_file
+
+    run = tmp_path / "run"
+    shutil.copytree(train("sound"), run / "head")
+    row = {"suite": "heldout", "drafter": "head", "temperature": 0.0, "k": 3, "tree": "chain", "steps": 9, "tau": 3.1}
+    heads = [{"id": "head", "sha256": sha256_file(run / "head" / "model.safetensors")}]
+    report = {"heads": heads, "results": [row | {"alpha": [0.9, 0.7, 0.5]}]}
+    write_json((run / "report").mkdir() or run / "report" / "report.json", report)
+    export(run / "head", "sglang", run / "export" / "sglang")
+    export(run / "export" / "sglang", "vllm", run / "export" / "vllm", dtype="float32")
+    shutil.copytree(run / "head", run / "theirs")
+    weights = load_file(run / "theirs" / "model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"] * 1.5}, run / "theirs" / "model.safetensors")
+    for name, known in {"head": True, "export/sglang": True, "export/vllm": True, "theirs": False}.items():
+        _, found = examine(run / name, "limit=1")
+        assert found["acceptance"][0]["numbers"]["expected_tau"] == (pytest.approx(3.1) if known else None), name
+        assert ("report" in found) is not known
+    assert "measured other weights" in found["report"][0]["says"] and found["report"][0]["status"] == "warning"
+    write_json(run / "report" / "report.json", report | {"results": [row | {"alpha": [0.9], "tree": "4x16"}]})
+    status, found = examine(run / "head", "probe=false")
+    assert status == 0 and "it has no greedy chain of the head alone" in found["report"][0]["says"]
 
 
 def test_the_words_say_ok_warning_or_fault_what_it_costs_and_how_to_mend_it(spoiled, target, capsys):

@@ -360,6 +360,7 @@ def test_the_status_is_1_when_the_engine_did_not_answer_at_the_end(engine, capsy
         (["engine_url=http://h", "count=0"], "count=0: a whole number of 1 or more"),
         (["engine_url=http://h", "report=nowhere"], "report=nowhere: no such file"),
         (["engine_url=http://h", "log=nowhere/log"], "there is no folder nowhere"),
+        (["engine_url=http://h", "log=/proc"], "log=/proc: cannot be written (Is a directory)"),
         (["engine_url=http://h", "intervall=1"], "did you mean interval?"),
     ],
 )

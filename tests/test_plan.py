@@ -134,6 +134,14 @@ def test_a_config_within_reach_that_disagrees_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 31, "hidden_size": 4096}))
     with pytest.raises(ConfigError, match=r"target.shape.layers=32: .* has 31; correct the recipe"):
         plan.text(load("eagle3_llama8b", f"target.model={tmp_path}"))
+    (tmp_path / "config.json").write_text("{cut")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON .*copy the model again"):
+        plan.text(load("eagle3_llama8b", f"target.model={tmp_path}"))
+
+
+@pytest.mark.parametrize("place", ["/tmp", "./nowhere", "~/nowhere", "-x/y", "a b/c", "me/model", "/no/where"])
+def test_a_target_that_is_not_within_reach_yet_is_planned_by_its_shape(place):
+    assert "32 blocks" in plan.text(load("eagle3_llama8b", f"target.model={place}"))
 
 
 def test_a_shape_left_out_is_read_from_the_models_config_or_asked_for(tmp_path):

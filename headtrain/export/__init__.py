@@ -56,9 +56,10 @@ def export(
 ) -> Path:
     """Checks a trained head's folder against the engine's contract and writes the folder that the engine loads.
 
-    target_info: what the target is known to be; keys `model` and `adapter` (names), `family` (its model_type),
-    `architectures`, `vocab_size`, `hidden_size`, `num_layers`, `max_position_embeddings`, each optional; sizes are
-    compared with the head. Default: the target of the run the head lies in.
+    target_info: what the target is known to be; keys `model` and `adapter` (names; an adapter that is False is merged
+    into it already), `family` (its model_type), `architectures`, `vocab_size`, `hidden_size`, `num_layers`,
+    `max_position_embeddings`, each optional; sizes are compared with the head. Default: the target of the run the head
+    lies in.
     report: report.json to quote measured acceptance from; default: the one of that run.
     dtype: of the written float tensors: bfloat16, float16 or float32. engine_version: of the engine that will serve it,
     where it is not the one the contract was read from.

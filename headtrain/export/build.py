@@ -7,8 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headtrain.engines import TapsError
+from headtrain.engines import TapsError, servable_name
 from headtrain.export import ExportError, known_target
+from headtrain.export.brought import adapter_of
 from headtrain.export.contracts import FLOATS, faults, load_contract
 from headtrain.export.folder import HeadFolder, Layout, read_head, write_folder
 from headtrain.export.readme import ENGINES, drafts, measured, readme
@@ -25,29 +26,37 @@ def export(
     if dtype not in FLOATS:
         raise ExportError(f"export dtype {dtype!r} is unknown; there is: {', '.join(FLOATS)}")
     head = read_head(head_dir)
-    info = known_target(head_dir) if info is None else info
+    if out_dir.resolve() == head_dir.resolve():
+        raise ExportError(f"out={out_dir} is the head itself, which an export would replace; name another folder")
+    info = _with_family(head, known_target(head_dir) if info is None else info)
     check_heads(head.kind, format, version)
     if own := _own(head, format, "export"):
         return own(head, out_dir, info, format=format, report=report, dtype=dtype, version=version)
+    plain = servable_name(info.get("model")) if info.get("adapter") is None else "TARGET"
+    if copied := adapter_of(head_dir, plain if plain != "TARGET" else None):
+        info = info | ({"adapter": "adapter/"} if info.get("adapter") is None else {})
     layout = lay_out(head, format, info, version)
+    layout.copied = copied
     if found := head_faults(head, info) + layout_faults(head, layout):
         raise ExportError(f"{head_dir} does not meet the contract of {_name(layout)}:", list(dict.fromkeys(found)))
     layout.tensors = {n: t.to(FLOATS[dtype]) if t.is_floating_point() else t for n, t in layout.tensors.items()}
     layout.config |= {key: dtype for key in ("torch_dtype", "dtype") if key in layout.config}
     if found := faults(layout.contract, layout.config, layout.tensors):  # float16 can overflow
         raise ExportError(f"{head_dir} cannot be written as {dtype}:", found)
+    if layout.copied:
+        layout.notes.append("adapter/ has low-rank factors of the target, trained along with the head (peft's format)")
     if best_is_start(head):
         layout.notes.append("its weights are those it started with: validation found no step of training better")
     row = measured(head_dir, report)
     texts = {name: text(drafts(layout, row)) for name, text in layout.files.items()}
-    return write_folder(out_dir, layout, texts | {"README.md": readme(layout, info, row)})
+    return write_folder(out_dir, layout, texts | {"README.md": readme(layout, info, row)}, head.source)
 
 
 def audit(head_dir: Path, format: str, info: dict[str, Any] | None, version: str | None) -> list[str]:
     """See `headtrain.export.audit`."""
     try:
         head = read_head(head_dir)
-        info = known_target(head_dir) if info is None else info
+        info = _with_family(head, known_target(head_dir) if info is None else info)
         check_heads(head.kind, format, version)
         if own := _own(head, format, "audit"):
             return own(head, info, format=format, version=version)
@@ -55,6 +64,11 @@ def audit(head_dir: Path, format: str, info: dict[str, Any] | None, version: str
     except ExportError as error:
         return error.faults or [str(error)]
     return list(dict.fromkeys(head_faults(head, info) + layout_faults(head, layout)))
+
+
+def _with_family(head: HeadFolder, info: dict[str, Any]) -> dict[str, Any]:
+    """SGLang counts layers by the target's family; a recipe need not say it, and a head may lie outside of its run."""
+    return info if info.get("family") else info | {"family": head.ours["made_for"].get("family")}
 
 
 def _own(head: HeadFolder, format: str, function: str) -> Any:

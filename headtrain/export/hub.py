@@ -17,6 +17,7 @@ from typing import Any
 from headtrain.config import PushConfig
 from headtrain.configload import read_yaml
 from headtrain.export import ExportError
+from headtrain.export.brought import ADAPTER, adapter_of
 from headtrain.export.model_card import Facts, card, commit_message, local_target, name_of, read_licence
 from headtrain.files import read_json, sha256_file
 from headtrain.hub_read import hub_errors
@@ -24,7 +25,7 @@ from headtrain.privacy import mask_logs, masked, public, secrets
 
 LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 REPORT = ("report.json", "report.html")
-OURS = ("README.md", "config.json", "model.safetensors", *REPORT, *LICENCES)
+OURS = ("README.md", "config.json", "model.safetensors", *ADAPTER, *REPORT, *LICENCES)
 TRIES = 5
 PASSING = (408, 429, 500, 502, 503, 504)  # what the Hub answers when it is worth asking again
 
@@ -113,6 +114,8 @@ def gather(head: Path, repo: str, report: Path | None = None, ask: bool = False)
     config = public(facts.config, head.parent)
     files["config.json"] = head / "config.json" if config == facts.config else _json(config)
     files["model.safetensors"] = head / "model.safetensors"
+    files |= adapter_of(head, facts.hub_target)
+    facts.own_adapter = ADAPTER[0] in files
     if facts.report:
         files |= _report(facts.report, report, head.parent)
     files["README.md"] = card(facts, repo).encode()
@@ -195,7 +198,7 @@ def _refuse_leaks(files: dict[str, Content], roots: list[Path]) -> None:
     """ExportError naming the file that holds a secret, or a path of this machine."""
     places = [rf"(?<![\w.:/-]){re.escape(str(root))}(?=/)".encode() for root in roots if len(root.parts) > 1]
     for name, content in files.items():
-        if name == "model.safetensors":
+        if name.endswith(".safetensors"):
             continue
         data = content if isinstance(content, bytes) else content.read_bytes()
         if any(secret.encode() in data for secret in secrets()):
@@ -210,7 +213,8 @@ def _refuse_leaks(files: dict[str, Content], roots: list[Path]) -> None:
 def push(head: Path, asked: PushConfig, report: Path | None = None) -> str:
     """Uploads a head's files in one commit, or with push.dry_run only lists them; returns what to tell the user.
 
-    Files that the repository has already are not sent again; an earlier head's report goes where this one has none.
+    Files that the repository has already are not sent again; an earlier head's report and adapter go where this one has
+    none.
     """
     mask_logs()
     branch = asked.revision or "main"
@@ -241,7 +245,8 @@ def _upload(files: dict[str, Content], asked: PushConfig, message: str) -> tuple
     if asked.revision:
         retried(lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     before = retried(lambda: api.model_info(repo, revision=branch))
-    old = [file.rfilename for file in before.siblings or [] if file.rfilename in REPORT and file.rfilename not in files]
+    there = {file.rfilename for file in before.siblings or []}
+    old = [name for name in (*REPORT, *ADAPTER) if name in there and name not in files]  # of an earlier head
 
     def once() -> Any:
         # Anew in each try: a commit whose answer was lost is seen to be there, and not made twice.

@@ -27,10 +27,11 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
     if blocks > 1:
         raise ExportError(f"{blocks} blocks per head: the original Medusa code has the same weights in all; {NEAREST}")
     contract, version = contract_for("medusa", "medusa", version)
+    target = "TARGET" if info.get("adapter") else servable_name(info.get("model"))
     config = {
         "medusa_num_heads": ours["unroll"],
         "medusa_num_layers": blocks,
-        "base_model_name_or_path": servable_name(info.get("model")),
+        "base_model_name_or_path": target,
         "hidden_size": ours["hidden_size"],
         "vocab_size": ours["vocab_size"],
         "torch_dtype": head.config.get("torch_dtype"),
@@ -49,7 +50,7 @@ def layout(head: HeadFolder, info: dict[str, Any], version: str | None) -> Layou
         ours=False,
         weights="medusa_lm_head.safetensors",
         notes=[
-            f"config.json names the target: {servable_name(info.get('model'))}",
+            f"config.json names the target: {target}",
             "the original code reads medusa_lm_head.pt: the first command makes it; others read safetensors",
         ],
     )

@@ -16,16 +16,13 @@ import yaml
 from headtrain.config import BY_DEPTH, KINDS
 from headtrain.engines import EXPORT_FORMATS, TESTED_VERSIONS, servable_name, serve_command, sglang_rules_agree
 from headtrain.export import ExportError
-from headtrain.export.refusals import check_heads, newest
+from headtrain.export.refusals import READ_BY, check_heads, newest
 from headtrain.files import locate
 from headtrain.privacy import masked
 
 RECIPE = ("target", "data", "head", "train", "eval", "seed")  # the sections that made and measured the head
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "llama_cpp": "llama.cpp"}
 FORMATS = {engine: format for format, engine in EXPORT_FORMATS.items() if engine}
-READ_BY = {  # settings of a head that not every engine reads
-    "norm_before_residual": ("vllm", "llama_cpp"), "norm_output": ("vllm", "sglang", "tensorrt_llm"),
-}  # fmt: skip
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -42,6 +39,7 @@ class Facts:
     head_id: str | None = None  # in the report
     recipe: dict[str, Any] = field(default_factory=dict)
     licence: dict[str, str] = field(default_factory=dict)
+    own_adapter: bool = False  # whether its folder has low-rank factors of the target, trained along with it
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -127,6 +125,7 @@ def _target_words(facts: Facts) -> str:
     hub, adapter = facts.hub_target, facts.target.get("adapter")
     words = f"`{hub}`" if hub else facts.target_name
     words += f" (commit {facts.target['commit']})" if hub and facts.target["commit"] else ""
+    words += " with the low-rank factors in `adapter/` merged into it" * facts.own_adapter
     return words + (f" with the adapter {name_of(adapter['model'])} merged into it" if adapter else "")
 
 
@@ -264,7 +263,7 @@ def name_of(place: str) -> str:
 
 def _serving(facts: Facts, repo: str) -> list[str]:
     """A launch command for every engine that takes this head, else why it does not."""
-    adapter, kind, out = facts.target.get("adapter"), facts.ours["type"], ["## Serving"]
+    adapter, kind, out = facts.own_adapter or facts.target.get("adapter"), facts.ours["type"], ["## Serving"]
     target = facts.hub_target if facts.hub_target and not adapter else "TARGET"
     if target == "TARGET":
         out.append("TARGET: the place of the target" + ", its adapter merged" * bool(adapter) + ".")
@@ -276,19 +275,22 @@ def _serving(facts: Facts, repo: str) -> list[str]:
     refused = []
     for engine, name in ENGINES.items():
         release, why = newest(kind, FORMATS[engine]), _refusal(kind, FORMATS[engine])
-        for key, engines in READ_BY.items():
-            if facts.ours.get(key) and engine not in engines:
+        for key, formats in READ_BY.items():
+            if facts.ours.get(key) and FORMATS[engine] not in formats:
                 release, why = None, f"it does not read {key}, which this head has"
         taps = facts.ours.get("taps") or []
         if engine == "llama_cpp" and release and (len(taps) != 3 or taps[-1] == facts.ours.get("target_layers")):
             release, why = None, f"it reads three taps, none after the last block; this head has {taps}"
+        if kind == "medusa" and release and facts.ours["draft_vocab_size"] != facts.ours["vocab_size"]:
+            release, why = None, "it starts with no Medusa head that has a reduced draft vocabulary, as this one has"
         if release:
             note = f" ({why})" if why else ""
             out.append(f"{name} {release}{note}:\n\n```\n{_commands(facts, engine, target, repo)}\n```")
         else:
             refused.append(f"- {name}: {why}")
     out += ["\n".join(refused)] * bool(refused)
-    measure = f"headtrain eval head={repo} target={target} suites=[my.jsonl]"
+    plain = facts.hub_target or "TARGET" if facts.own_adapter else target  # the head brings its adapter along
+    measure = f"headtrain eval head={repo} target={plain} suites=[my.jsonl]"
     return [*out, f"Measure it again, on your machine and prompts:\n\n```\n{measure}\n```"]
 
 

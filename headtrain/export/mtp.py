@@ -36,7 +36,10 @@ def export(
     if found := audit(head, info, format=format, version=version):
         raise ExportError(f"{head.path} does not go into the checkpoint of its target:", found)
     text = _readme(head, format, version, measured(head.path, report))
-    write_back(load_head(head.path), _folder(head.path), out_dir, text)
+    try:
+        write_back(load_head(head.path), _folder(head.path), out_dir, text)
+    except OSError as error:
+        raise ExportError(f"out={out_dir}: cannot be written ({error})") from error
     return out_dir
 
 

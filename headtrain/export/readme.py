@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.engines import servable_name
+from headtrain.expected import greedy_chain
 from headtrain.export import ExportError
 from headtrain.export.folder import Layout
+from headtrain.export.model_card import name_of
 from headtrain.export.refusals import NAMES
 from headtrain.files import read_json, sha256_file
 
@@ -33,9 +35,8 @@ def measured(head_dir: Path, report: Path | None) -> dict[str, Any] | None:
         if report:
             raise ExportError(f"report={report} is about other weights than {head_dir / 'model.safetensors'}")
         return None
-    rows = [r for r in content["results"] if r["drafter"] == "head" and r.get("head") in (None, *ids)]
-    rows = [r for r in rows if r["temperature"] == 0 and r.get("tree") == "chain" and _known(r.get("tau"))]
-    return max(rows, key=lambda r: r["tau"]) if rows else None
+    rows = [row for row in content["results"] if any(greedy_chain(row, head) for head in ids)]
+    return max((row for row in rows if _known(row.get("tau"))), key=lambda row: row["tau"], default=None)
 
 
 def _known(value: Any) -> bool:
@@ -87,5 +88,6 @@ def readme(layout: Layout, info: dict[str, Any], row: dict[str, Any] | None) -> 
         *expectation(row),
     ]
     if adapter := info.get("adapter"):
-        lines.append(f"- TARGET is {info.get('model')} with the adapter {adapter} merged into it; serve it so")
+        base = name_of(info["model"]) if info.get("model") else "the target it was trained for"
+        lines.append(f"- TARGET is {base} with the adapter {name_of(adapter)} merged into it; serve it so")
     return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]) + "\n"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from headtrain.engines import EXPORT_FORMATS, TESTED_VERSIONS, release
 from headtrain.export import ExportError
 
+if TYPE_CHECKING:
+    from headtrain.config import HeadSection
+
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa", "mtp": "MTP", "peagle": "P-EAGLE"}
+READ_BY = {  # settings of a head that not every format can say
+    "norm_before_residual": ("vllm", "gguf", "speculators"), "norm_output": ("vllm", "sglang", "trtllm", "speculators"),
+}  # fmt: skip
 
 
 def check_heads(kind: str | None, format: str, version: str | None = None) -> None:
@@ -58,13 +65,24 @@ def versions(text: str | None, formats: list[str]) -> dict[str, str]:
     return found
 
 
-def check_plan(kind: str, formats: list[str], engine_version: str | None, target: str | None = None) -> None:
+def check_plan(
+    kind: str, formats: list[str], engine_version: str | None, target: str | None = None,
+    head: HeadSection | None = None,
+) -> None:  # fmt: skip
     """ExportError where a run could not be exported as it is asked to, before it has begun."""
     of = versions(engine_version, formats)
     for format in formats:
         if format not in EXPORT_FORMATS:
             raise ExportError(f"export format {format!r} is unknown; there is: {', '.join(EXPORT_FORMATS)}")
         check_heads(kind, format, of.get(format))
+        if head and kind == "medusa" and head.draft_vocab != "full":
+            raise ExportError(
+                f"export.formats: {format} takes no Medusa heads with a reduced draft vocabulary "
+                f"(head.draft_vocab={head.draft_vocab}); set head.draft_vocab=full"
+            )
+        for key, readers in READ_BY.items():
+            if head and getattr(head, key) and format not in readers:
+                raise ExportError(f"export.formats: head.{key}=true is for {', '.join(readers)} only, not for {format}")
         if format == "gguf" and not (target or "").endswith(".gguf"):
             raise ExportError(
                 f"export.formats: gguf needs the target's GGUF file, and target.model is {target}; leave it out, and "

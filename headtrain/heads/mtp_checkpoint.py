@@ -172,11 +172,14 @@ def places(head: Any, target: Path) -> dict[str, tuple[Path, int, dict[str, Any]
             f"this module was trained from scratch: {target} has no MTP layers to write back, and no engine serves one "
             "on this target"
         )
-    new, found = head.trained_tensors(), {}
+    new, found, faults = head.trained_tensors(), {}, []
     for shard in sorted(target.glob("*.safetensors")):
         header, base = read_header(shard)
-        found |= {name: (shard, base, entry) for name, entry in header.items() if name in new}
-    faults = [f"{name} is missing" for name in sorted(new.keys() - found.keys())]
+        here = {name: (shard, base, entry) for name, entry in header.items() if name in new}
+        twice = sorted(here.keys() & found.keys())  # which of them an engine reads is not known
+        faults += [f"{name} is in {found[name][0].name} and in {shard.name}: remove one" for name in twice]
+        found |= here
+    faults += [f"{name} is missing" for name in sorted(new.keys() - found.keys())]
     for name, (_, _, entry) in sorted(found.items()):
         if entry["shape"] != list(new[name].shape):
             faults.append(f"{name} has shape {entry['shape']}, not {list(new[name].shape)}")

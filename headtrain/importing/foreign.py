@@ -73,7 +73,7 @@ class Foreign:
         longest = getattr(theirs, "max_position_embeddings", None)
         if longest and longest != (stated := sizes.get("max_position_embeddings", longest)):
             self.said.append(f"max_position_embeddings {longest}, the target's, instead of {stated}")
-        found = {"target_layers": theirs.num_hidden_layers}
+        found = {"target_layers": theirs.num_hidden_layers, "made_for": {"family": theirs.model_type}}
         return found | ({"max_position_embeddings": longest} if longest else {})
 
     def strip(self) -> None:

@@ -207,7 +207,8 @@ def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
     torch.manual_seed(config.seed)
     head = new_head(config, parts, supervised_V, all_V, sample.to(device))
     head.attach(parts.embedding, parts.lm_head)
-    head.config.made_for = made_for(config.target, run, parts.texts) | {"draft_vocab": checkpoint.mapping_hash(head)}
+    more = {"draft_vocab": checkpoint.mapping_hash(head), "family": getattr(parts.config, "model_type", None)}
+    head.config.made_for = made_for(config.target, run, parts.texts) | more
     return head
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,10 @@ def test_a_module_goes_back_only_into_its_own_checkpoint_and_never_over_a_folder
     with pytest.raises(ValueError, match="exists; write to a new folder"):
         write_back(head, folder, folder)
     shard = folder / "model-00002-of-00002.safetensors"
+    shutil.copy(shard, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"is in {shard.name} and in model\.safetensors: remove one"):
+        write_back(head, folder, tmp_path / "out")
+    (folder / "model.safetensors").unlink()
     tensors = load_file(shard)
     del tensors["model.mtp_layers.0.input_proj.weight"]
     save_file(tensors, shard)

@@ -114,7 +114,7 @@ def kinds(tmp_path_factory) -> dict[str, Path]:
                         "rope_type": "default"}, {19})  # fmt: skip
     for kind in HEAD_TYPES:
         more = {"init_from": "scratch", "dialect": "deepseek"} if kind == "mtp" else {}
-        size = "full" if kind == "eagle" else 12
+        size = "full" if kind in ("eagle", "medusa") else 12
         head = head_class(kind).fresh(HeadSection(type=kind, draft_vocab=size, unroll=3, **more), parts)
         head.d2t, head.t2d = mapping(torch.arange(head.config.draft_vocab_size) + (V - 12) * (size == 12), V)
         head.config.made_for = {"target": {"model": "lab/Target-1B", "commit": 40 * "c"}}

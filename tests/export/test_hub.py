@@ -47,6 +47,31 @@ def test_the_head_and_nothing_else_of_its_run_goes_into_a_private_repository(pus
     assert hub.asked("PUT /lfs") and hub.waits == []
 
 
+def test_an_adapter_that_the_head_brings_goes_along_and_the_card_says_so(push, hub, run, made):
+    made.head(run, type="medusa", unroll=3, taps=[], draft_vocab_size=384)
+    (run / "head" / "adapter").mkdir()
+    told = {"peft_type": "LORA", "base_model_name_or_path": "/home/ann/models/Target-1B"}
+    (run / "head" / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    (run / "head" / "adapter" / "adapter_model.safetensors").write_bytes(b"factors")
+    (run / "head" / "adapter" / "README.md").write_text("made on /home/ann")
+    hub.log_in()
+    assert push()[0] == 0
+    files = hub.files("ann/mine")
+    assert set(files) == FILES | {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert files["adapter/adapter_model.safetensors"] == b"factors"
+    assert json.loads(files["adapter/adapter_config.json"])["base_model_name_or_path"] == "lab/Target-1B"
+    card = files["README.md"].decode()
+    assert "`lab/Target-1B` (commit" in card and "with the low-rank factors in `adapter/` merged into it" in card
+    assert "vllm serve TARGET" in card and "headtrain eval head=ann/mine target=lab/Target-1B" in card
+    (run / "head" / "adapter" / "adapter_model.safetensors").unlink()
+    status, said = push()
+    assert status == 2 and "adapter_model.safetensors is missing" in said
+    (run / "head" / "adapter" / "adapter_config.json").unlink()
+    (run / "head" / "adapter" / "README.md").unlink()
+    (run / "head" / "adapter").rmdir()
+    assert push()[0] == 0 and set(hub.files("ann/mine")) == FILES
+
+
 def test_a_dry_run_lists_the_same_files_with_their_sizes_and_sends_nothing(push, hub):
     status, said = push(dry_run="true")
     assert status == 0 and hub.log == [] and hub.repos == {}

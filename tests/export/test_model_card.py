@@ -238,3 +238,9 @@ def test_taps_that_releases_count_in_two_ways_are_exported_for_a_release_first(r
     said = section(parts(card_of(run))[1], "Serving")
     assert "headtrain export head=head out=served format=sglang engine_version=" in said
     assert "eagle3_layers_to_capture: [2, 3, 4]" in said
+
+
+@pytest.mark.parametrize("draft", [128, 384])
+def test_a_medusa_head_with_a_reduced_vocabulary_has_no_command_of_an_engine_that_stops_at_it(draft, run, made):
+    made.head(run, type="medusa", unroll=3, taps=[], draft_vocab_size=draft)
+    assert ("vllm serve" in card_of(run)) == (draft == 384)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headtrain import stages
+from headtrain import cli, stages
 from headtrain.config import ConfigError, RecipeConfig
+from headtrain.export import export
 from headtrain.files import Manifest, sha256_file
 
 
@@ -57,3 +58,63 @@ def test_a_head_on_the_hub_is_exported_to_a_place_that_is_named(make_head, tmp_p
         pipeline.export_head(Path("me/my-head"), "vllm", None)
     assert pipeline.export_head(Path("me/my-head"), "vllm", str(tmp_path / "out")) == f"vllm: {tmp_path / 'out'}"
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("HEAD", "is the head itself"), (".", "is the folder that this command runs in"), ("..", "holds other files"),
+        ("/proc/x", "out=/proc/x: cannot be written"), ("file/x", "out=file/x: cannot be written"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_one_line_and_nothing_changes(
+    out, said, make_head, tmp_path, monkeypatch, capsys
+):
+    head, here = make_head("eagle3"), tmp_path / "here"
+    here.mkdir()
+    if out != ".":
+        (here / "file").write_text("mine")
+    monkeypatch.chdir(here)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert cli.main(["export", f"head={head}", "format=vllm", f"out={out.replace('HEAD', str(head))}"]) == 2
+    assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_an_export_goes_where_a_link_leads(make_head, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        export(make_head("eagle3"), "vllm", tmp_path / "link")
+    assert (tmp_path / "disk" / "model.safetensors").is_file() and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "run"]
+
+
+def test_the_run_of_a_head_is_found_from_inside_its_folder(make_head, monkeypatch):
+    head = make_head("eagle3")
+    (head.parent / "config.yaml").write_text("target: {model: org/Name-7B}\n")
+    monkeypatch.chdir(head)
+    assert cli.main(["export", "head=.", "format=vllm"]) == 0
+    assert "vllm serve org/Name-7B" in (head.parent / "export" / "vllm" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("format", "version"), [("vllm", "0.32.0"), ("medusa", None)])
+def test_an_adapter_that_a_head_brings_goes_into_the_export_and_the_plain_target_is_not_named(
+    format, version, make_head, tmp_path
+):
+    adapter = make_head("medusa") / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/home/ann/Name-7B"}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"factors")
+    for _ in range(2):  # also over an earlier one
+        out = export(adapter.parent, format, tmp_path / "out", {"model": "org/Name-7B"}, engine_version=version)
+    assert (out / "adapter" / "adapter_model.safetensors").read_bytes() == b"factors"
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/Name-7B"
+    readme = (out / "README.md").read_text()
+    assert "- TARGET is org/Name-7B with the adapter adapter merged into it; serve it so" in readme
+    assert not any(f"{before}org/Name-7B" in readme for before in ("serve ", "--model ", "target: "))
+    assert "org/Name-7B" not in (out / "config.json").read_text()
+    merged = {"model": "org/merged", "adapter": False}
+    text = (export(adapter.parent, format, tmp_path / "out", merged, engine_version=version) / "README.md").read_text()
+    assert "org/merged" in text and "TARGET" not in text
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == "Name-7B"

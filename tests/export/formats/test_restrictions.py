@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headtrain.config import HeadSection
 from headtrain.export import ExportError, audit, export
 from headtrain.export.contracts import load_contract
 from headtrain.export.refusals import check_plan, versions
@@ -114,9 +115,11 @@ SGLANG = [
 def test_sglang_gets_layer_ids_as_its_release_counts_them(taps, version, family, ids, make_head, tmp_path):
     head = make_head("eagle3", taps=taps, target_layers=36)
     out = export(head, "sglang", tmp_path / "out", INFO | {"family": family}, engine_version=version)
-    config = json.loads((out / "config.json").read_text())
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
-    assert config["eagle_aux_hidden_state_layer_ids"] == taps
+    alone = make_head("eagle3", "alone", taps=taps, target_layers=36, made_for={"family": family})
+    for folder in (out, export(alone, "sglang", tmp_path / "alone-out", engine_version=version)):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+        assert config["eagle_aux_hidden_state_layer_ids"] == taps
     assert (taps[0] == 2) != (f"counted for SGLang {version}" in (out / "README.md").read_text())
 
 
@@ -145,10 +148,28 @@ def test_versions_are_said_for_one_format_or_for_each():
 def test_a_plan_is_refused_before_the_run_begins():
     check_plan("eagle3", ["vllm", "sglang", "trtllm", "speculators", "eagle"], None)
     check_plan("medusa", ["vllm", "medusa"], "vllm=0.32.0")
+    for format in ("vllm", "medusa"):
+        with pytest.raises(ExportError, match=r"head\.draft_vocab=8192\); set head\.draft_vocab=full"):
+            check_plan(
+                "medusa", [format], "vllm=0.32.0" if format == "vllm" else None, None, HeadSection(draft_vocab=8192)
+            )
     with pytest.raises(ExportError, match="removed Medusa"):
         check_plan("medusa", ["vllm"], None)
     with pytest.raises(ExportError, match="no parallel drafting"):
         check_plan("peagle", ["vllm", "sglang"], None)
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_output"])
+def test_a_setting_that_a_format_cannot_say_is_refused_before_the_run_begins_and_only_then(key, make_head):
+    head = make_head("eagle3", **{key: True})
+    for format in ("eagle", "sglang", "speculators", "trtllm", "vllm"):
+        faults = audit(head, format, None, INFO)
+        try:
+            check_plan("eagle3", [format], None, None, HeadSection(**{key: True}))
+        except ExportError as error:
+            assert key in str(error) and faults, format
+        else:
+            assert not faults, format
 
 
 def test_fit_says_so_at_once(headtrain, recipe):
