@@ -31,6 +31,7 @@ IDS = (("prompt_token_ids", "completion_token_ids"), ("prompt_ids", "completion_
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field; the first is ours
 WEIGHTS = ("weight", "loss", "train")
 TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # beside a text that is about them
 CUT_OFF = ("length", "max_tokens")  # finish reasons of an answer without an end
 READ = {"role", "from", "content", "value", "tool_calls", "function_call", "finish_reason", *REASONING, *WEIGHTS}
 # What tells one message from another; the rest of it (time stamps, ratings) does not.
@@ -65,12 +66,19 @@ def turns_of(row: Any, source: str) -> list[dict]:
     turns = next((_listed(row[key]) for key in LISTS if isinstance(row.get(key), list)), None)
     if turns is None:
         turns = _asked(row, source)
+    _only_text(row)
     system = next((row[key] for key in ("system", "system_prompt") if isinstance(row.get(key), str)), "")
     if system.strip() and turns[0].get("role", turns[0].get("from")) not in ("system", "developer"):
         turns = [{"role": "system", "content": system}, *turns]
     if isinstance(end := row.get("finish_reason"), str) and "finish_reason" not in turns[-1]:
         turns = [*turns[:-1], {**turns[-1], "finish_reason": end}]
     return turns
+
+
+def _only_text(place: dict) -> None:
+    """Reject of a row or turn that has more than its text."""
+    if medium := next((key for key in MEDIA if place.get(key)), None):
+        raise Reject(f"not_text: {medium}")
 
 
 def _listed(turns: list) -> list[dict]:
@@ -145,6 +153,7 @@ def role_of(turn: dict) -> str:
 
 def message(turn: dict) -> Message:
     """The turn as a message; content "" where the row has none or null."""
+    _only_text(turn)
     role, (text, thought) = role_of(turn), _texts(turn)
     thought = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), thought)
     said = {"role": role, "content": text}

@@ -130,6 +130,15 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path, messages, reas
     assert not kept and left_out == {reason: 1}
 
 
+@pytest.mark.parametrize("key", ["image", "images", "audios", "video"])
+def test_a_text_about_an_image_beside_it_is_no_prompt(key, write_jsonl):
+    row = chat(("user", "<image>\nWhat is this?"), ("assistant", "A cat."))
+    beside = [row | {key: "a.png"}, {"messages": [row["messages"][0] | {key: ["a.png"]}, row["messages"][1]]}]
+    for backend in ("local", "given"):
+        kept, _, left_out = collect(write_jsonl([*beside, row | {key: None}]), backend=backend)
+        assert len(kept) == 1 and left_out == {f"not_text: {key}": 2}
+
+
 def test_a_later_fault_does_not_matter_when_the_target_answers_itself(write_jsonl):
     row = chat(("system", "Be brief."), ("user", "  Hi  "), ("narrator", "x"))
     kept, *_ = collect(write_jsonl([row]), backend="local")
