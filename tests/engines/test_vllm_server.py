@@ -41,8 +41,8 @@ def url(folder, tmp_path_factory):
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "256", "--max-num-seqs", "4", "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     more = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
