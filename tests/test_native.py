@@ -17,7 +17,7 @@ def kernel():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outputs, inputs", [(1, 16), (7, 48), (71, 576), (300, 64), (13, 1536)])
+@pytest.mark.parametrize("outputs, inputs", [(1, 16), (7, 48), (71, 576), (300, 64), (13, 1536), (5, 784)])
 def test_any_number_of_rows_and_outputs_gives_the_product(dtype, outputs, inputs, kernel):
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs).to(dtype)
@@ -26,6 +26,14 @@ def test_any_number_of_rows_and_outputs_gives_the_product(dtype, outputs, inputs
         torch.testing.assert_close(
             kernel(x, weight).double(), x.double() @ weight.double().T, atol=1e-4 * inputs**0.5, rtol=1e-5
         )
+
+
+def test_what_a_row_gives_does_not_hang_on_how_many_rows_there_are(kernel):
+    torch.manual_seed(0)
+    weight, x = torch.randn(71, 1552), torch.randn(20, 1552)
+    alone = torch.cat([kernel(row[None], weight) for row in x])
+    for rows in range(2, 21):
+        assert torch.equal(kernel(x[:rows], weight), alone[:rows])
 
 
 def test_rows_that_are_not_contiguous_or_have_more_dimensions_are_read_right(kernel):
