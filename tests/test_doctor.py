@@ -438,7 +438,8 @@ def test_a_runs_report_counts_for_the_head_that_it_measured_and_for_its_exports_
 
     run = tmp_path / "run"
     shutil.copytree(train("sound"), run / "head")
-    row = {"suite": "heldout", "drafter": "head", "temperature": 0.0, "k": 3, "tree": "chain", "steps": 9, "tau": 3.1}
+    row = {"suite": "heldout", "drafter": "head", "temperature": 0.0, "k": 3, "tree": "chain", "steps": 9, "tau": 3.1,
+           "dtype": "float32"}
     heads = [{"id": "head", "sha256": sha256_file(run / "head" / "model.safetensors")}]
     report = {"heads": heads, "results": [row | {"alpha": [0.9, 0.7, 0.5]}]}
     write_json((run / "report").mkdir() or run / "report" / "report.json", report)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from headtrain.training import trainer
 from headtrain.training.guard import FEWEST, Guard
-from headtrain.training.weights import Shards, answer
+from headtrain.training.weights import Answer, Shards, answer
 
 STAGES = [{"zero_stage": stage, "precision": p} for p in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
 STAGES += [{"zero_stage": stage, "precision": "bf16", "offload": True} for stage in (2, 3)]
@@ -33,7 +33,7 @@ def job(toy, train, tmp_path, monkeypatch):
         from deepspeed.accelerator import get_accelerator
 
         monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _self: True)
-        engine = trainer.start_engine(toy.toy_head(config), config, ranks)
+        engine = trainer.start_engine(Answer(toy.toy_head(config)), config, ranks)
         shards, guard = Shards(engine, ranks), Guard(engine, config.train, ranks)
         store = CaptureStore(tmp_path / "captures")
         batch = collate([store.read(row) for row in store.rows[:4]], ["a", "b", "c", "d"])
