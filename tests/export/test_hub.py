@@ -264,7 +264,9 @@ def test_a_fault_that_stays_ends_with_a_clear_error_after_few_tries_and_the_next
     hub.log_in()
     hub.fail(pattern, status, message="Your storage patterns tripped our internal systems!")
     code, said = push()
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, said
+    line = lines[0]
     assert code == 2 and reason in line and "Traceback" not in said
     assert ("storage patterns" in line) == isinstance(status, int)
     assert len(hub.asked(pattern)) == most and hub.files("ann/mine") == {} if "ann/mine" in hub.repos else True
