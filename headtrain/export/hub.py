@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,6 +268,7 @@ def _patient(call: Callable[[], Any]) -> None:
     try:
         call()
     except (*hub_errors(), RuntimeError) as error:
+        print(file=sys.stderr)  # ends the line of a progress bar
         raise _GaveUpError(str(error)) from error
 
 

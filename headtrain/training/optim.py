@@ -59,8 +59,12 @@ class Clock:
     def progress(self, step: int) -> float:
         """0 … 1 after `step` optimizer steps: the further of steps and time."""
         by_steps = step / self.steps if self.steps else 0.0
-        budget = max((self.seconds or 0.0) - self.reserve, 1e-9)
-        return min(1.0, max(by_steps, self.elapsed / budget if self.seconds else 0.0))
+        if not self.seconds:
+            return min(1.0, by_steps)
+        by_time = self.elapsed / max(self.seconds - self.reserve, 1e-9)
+        if by_time >= 1:  # the reserve is spoken for: what is resumed from here is at its end too
+            self._before += max(0.0, self.seconds - self.elapsed)
+        return min(1.0, max(by_steps, by_time))
 
     def share(self, progress: float, step: int, kind: str, min_lr: float) -> float:
         """The share of the peak learning rate for optimizer step number `step` (1, 2, …)."""

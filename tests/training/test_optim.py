@@ -125,3 +125,10 @@ def test_deepspeed_is_told_the_stage_that_keeps_fp32_masters():
     settings = engine_config(TrainConfig(offload=True, zero_stage=2))
     assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert settings["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_a_clock_that_came_to_its_end_by_time_is_at_its_end_when_it_is_resumed():
+    clock = Clock(None, 100.0, 0.1, elapsed=95.0)
+    clock.reserve = 10.0
+    assert clock.progress(5) == 1.0 and Clock(None, 100.0, 0.1, clock.elapsed).progress(5) == 1.0
+    assert Clock(None, 200.0, 0.1, clock.elapsed).progress(5) < 0.51, "a larger budget goes on"
