@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -89,13 +91,14 @@ def replacing(folder: str | Path):
     """Yields an empty folder beside `folder`; what the block puts there is flushed and takes its place at once.
 
     A link stays one: where it leads is replaced. ValueError for the folder that the process works in, or one above.
+    Whenever it fails or is killed, the old folder is there, or comes back with the next call.
     """
     given, folder = folder, Path(folder).resolve()
     if Path.cwd().is_relative_to(folder):
         raise ValueError(f"{given} is the folder that this command runs in, or one above it; name another one")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_up(folder)
     part, aside = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
-    shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
         yield part
@@ -108,8 +111,19 @@ def replacing(folder: str | Path):
         part.rename(folder)
         fsync_folder(folder.parent)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear_up(folder, os.getpid())
+
+
+def _clear_up(folder: Path, own: int | None = None) -> None:
+    """Takes away what `replacing` left beside a folder, in processes that are gone or in this one (`own`): a part; an
+    old folder too, which comes back where no new one has taken its place."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        match = re.fullmatch(r"(\d+)\.(part|old)", path.name.removeprefix(f".{folder.name}."))
+        if match and (int(match[1]) == own or not Path(f"/proc/{match[1]}").exists()):
+            if match[2] == "old" and not folder.exists():
+                path.rename(folder)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:
