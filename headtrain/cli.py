@@ -9,6 +9,7 @@ which), 1 anything else (with `doctor`: a fault was found), 130 interrupted.
 from __future__ import annotations
 
 import dis
+import errno
 import sys
 import traceback
 from dataclasses import dataclass
@@ -149,8 +150,11 @@ def main(argv: list[str] | None = None) -> int:
 def is_users(error: BaseException) -> bool:
     """True for a ValueError or OSError that a `raise` of headtrain's own made, with a message for the user.
 
-    One from a library, or from a built-in that headtrain called, is a bug and keeps its traceback.
+    One from a library, or from a built-in that headtrain called, is a bug and keeps its traceback; but no code is to
+    blame for a full disk or a name that no file system takes.
     """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENAMETOOLONG):
+        return True
     if not isinstance(error, (ValueError, OSError)) or error.__traceback__ is None:
         return False
     place = error.__traceback__

@@ -142,3 +142,14 @@ def test_status_of_a_stage_whose_manifest_has_no_counts(headtrain, tmp_path):
     (tmp_path / "captures" / "manifest.json").write_text('{"complete": true}')
     done = headtrain("status", f"run_dir={tmp_path}")
     assert done.returncode == 0 and "complete" in done.stdout
+
+
+@pytest.mark.parametrize("words", [
+    ["export", "head={long}", "format=vllm"], ["import", "head={long}", "out=x"], ["status", "run_dir={long}"],
+    ["doctor", "head={long}", "target=x"],
+])  # fmt: skip
+def test_a_name_that_no_file_system_takes_is_one_line(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([word.format(long=f"{tmp_path}/{'a' * 300}") for word in words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and "aaa" in said and not list(tmp_path.iterdir())
