@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from headtrain import cli, configload
+from headtrain import cli, commands, configload
 
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb", "matplotlib", "accelerate")
 LIGHT_CALLS = [
@@ -48,7 +48,7 @@ def test_the_overview_lists_every_command_and_no_hidden_one(headtrain):
 
 
 def test_fit_help_has_every_key_with_its_default_and_its_meaning():
-    text = cli.help_of("fit")
+    text = commands.help_of("fit")
     for key in configload.keys().values():
         line = next((line for line in text.split("\n") if line.strip().startswith(f"{key.path}=")), None)
         assert line is not None, f"{key.path} is not in the help"
