@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+SCALE_BYTES = {"float8": 4}  # of each state
 AGREEMENT = 0.9  # of a server's greedy tokens with the target's own choices; rounding alone costs a few per cent
 MARGIN = 256 << 20  # bytes left free while working
 
@@ -32,7 +33,7 @@ class DiskError(ValueError):
 
 def bytes_per_token(hidden: int, taps: int, dtype: str) -> int:
     """Bytes of the states of one token: `taps` tapped layers and the last hidden state."""
-    return (taps + 1) * hidden * DTYPE_BYTES[dtype]
+    return (taps + 1) * (hidden * DTYPE_BYTES[dtype] + SCALE_BYTES.get(dtype, 0))
 
 
 def readable(size: float) -> str:
@@ -55,6 +56,9 @@ def what_helps(dtype: str, given: bool = False, total: float | None = None) -> s
     ways.append("fewer taps (head.taps)")
     if DTYPE_BYTES[dtype] > 2:
         ways.append("data.captures.dtype=bfloat16" + (f" ({readable(total / 2)})" if total else ""))
+    if DTYPE_BYTES[dtype] > 1:
+        size = f"{readable(total / DTYPE_BYTES[dtype])} and " if total else ""
+        ways.append(f"8-bit captures: data.captures.dtype=float8 ({size}4 B of scale per state)")
     return ", ".join([*ways, "a larger disk (run_dir)"])
 
 
@@ -76,8 +80,7 @@ def check_disk(
     raise DiskError(
         f"{text}. Too little space. What helps: {what_helps(dtype, given, total)}; or "
         "data.captures.allow_low_disk=true to start all the same and stop before the disk is full. "
-        f"Not in this version: 8-bit captures ({readable(total / DTYPE_BYTES[dtype])}), a ring buffer, and online "
-        "training, which stores nothing"
+        "Not in this version: a ring buffer, and online training, which stores nothing"
     )
 
 
@@ -150,10 +153,10 @@ def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
     """The flat tensors of one capture file. Rows of like length share a forward of at most batch_tokens tokens."""
     import torch
 
-    from headtrain.data_gen.passes import StateBuffers, read_rows
+    from headtrain.data_gen.passes import StateBuffers, buffer_dtype, read_rows
 
     read = [responses.read(row) for row in rows]
-    dtype = getattr(torch, config.data.captures.dtype)
+    dtype = buffer_dtype(config.data.captures.dtype)
     if not rows:
         return StateBuffers(0, 0, target, len(taps), dtype).flat() | {"supervised": torch.zeros(0, dtype=torch.bool)}
     order = sorted(range(len(rows)), key=lambda n: (-rows[n].tokens, n))

@@ -27,6 +27,11 @@ class Sampling:
     uniform_BS: Tensor | None = None
 
 
+def buffer_dtype(stored: str) -> torch.dtype:
+    """In which states are held until they are stored with data.captures.dtype=`stored`."""
+    return torch.bfloat16 if stored == "float8" else getattr(torch, stored)
+
+
 class StateBuffers:
     """Everything a batch of rows leaves behind, one slot per token; row b ends at `lengths_B[b]`."""
 

@@ -219,8 +219,6 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Me
 
 def _ask(job: _Job, chats: list[turns.Chat], meter: claims.Meter) -> tuple[dict[str, Any], list]:
     """One turn of all chats, noted in them: (the pass's tensors, per chat the ids produced and whether cut off)."""
-    import torch
-
     from headtrain.data_gen import passes
 
     config, target, rule = job.config, job.target, job.config.data.responses
@@ -229,7 +227,7 @@ def _ask(job: _Job, chats: list[turns.Chat], meter: claims.Meter) -> tuple[dict[
     how = passes.Sampling(rule.temperature, rule.top_p)
     if rule.temperature > 0:
         how.uniform_BS = uniforms(config.seed, [c.name for c in chats], max(budgets)).to(target.device)
-    dtype = getattr(torch, config.data.captures.dtype)
+    dtype = passes.buffer_dtype(config.data.captures.dtype)
     kept, finish = passes.answer(target, ids, budgets, job.taps, dtype, how, meter.add)
     lengths, tensors, answers = kept.lengths_B.tolist(), kept.flat(), []
     for n, parts in enumerate(zip(*(tensor.split(lengths) for tensor in tensors.values()), strict=True)):

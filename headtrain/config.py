@@ -82,7 +82,7 @@ class ResponsesConfig:
 
 @dataclass
 class CapturesConfig:
-    dtype: str = "bfloat16"  # of the stored hidden states
+    dtype: str = "bfloat16"  # of the stored hidden states; float8: half the disk, one scale per state
     allow_low_disk: bool = False  # start although the disk estimate exceeds the free space
 
 

@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
     "data.responses.top_p": _number(0, 1, open_low=True),
     "data.responses.max_new_tokens": _COUNT,
     "data.responses.batch_tokens": _COUNT,
-    "data.captures.dtype": _DTYPE,
+    "data.captures.dtype": _one_of("float32", "bfloat16", "float16", "float8"),
     "head.type": _one_of(*HEAD_TYPES),
     "head.taps": _COUNT,
     "head.layers": _COUNT,

@@ -16,6 +16,7 @@ from headtrain.config import BORROWED, TAPPED, ConfigError, RecipeConfig, ShapeC
 from headtrain.files import free_bytes, locate, read_json
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
+BYTES["float8"] = 2  # states are bf16 until they are stored
 LOGITS = 256 << 20  # full-vocabulary float32 logits that the data stages hold at a time
 ASSUMED_GPU = 80e9  # bytes, when no GPU is here to ask
 PIECE = 2048  # tokens whose later depths a P-EAGLE head computes at a time

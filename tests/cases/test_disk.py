@@ -32,13 +32,15 @@ def test_the_capture_is_refused_with_its_numbers_and_with_keys_that_exist(monkey
         assert number in said
     ways = said.partition("What helps: ")[2]
     assert re.findall(r"(?:data|head)\.[a-z_.]*[a-z]", ways) == [
-        "data.prompts", "data.max_length", "data.responses.max_new_tokens", "head.taps", "data.captures.allow_low_disk"
+        "data.prompts", "data.max_length", "data.responses.max_new_tokens", "head.taps", "data.captures.dtype",
+        "data.captures.allow_low_disk",
     ]  # fmt: skip
     named = {name for name in re.findall(r"[a-z]+[._][a-z_.]*[a-z]", ways) if name != "data.prompts"}
     assert named <= set(configload.keys())
     helps, _, missing = ways.partition("Not in this version: ")
-    assert not re.search("online|ring buffer|8-bit", helps)  # named, as the case wants, but as what does not exist
-    assert all(way in missing for way in ("8-bit captures (22.6 TB)", "a ring buffer", "online training"))
+    assert "8-bit captures: data.captures.dtype=float8 (22.6 TB and 4 B of scale per state)" in helps
+    assert not re.search("online|ring buffer", helps)  # named, as the case wants, but as what does not exist
+    assert all(way in missing for way in ("a ring buffer", "online training"))
 
 
 def test_half_the_bytes_are_named_where_captures_are_float32(monkeypatch):
@@ -57,6 +59,14 @@ def test_an_explicit_override_starts_all_the_same(monkeypatch):
     assert "45.3 TB in all" in estimate(monkeypatch, free=46 * 10**12)
 
 
+def test_eight_bits_take_half_and_have_nothing_smaller_to_name(monkeypatch):
+    said = estimate(monkeypatch, dtype="float8", free=23 * 10**12)
+    assert "11,536 B per token" in said and "22.7 TB in all" in said and "last hidden, float8" in said
+    with pytest.raises(capture.DiskError) as error:
+        estimate(monkeypatch, dtype="float8")
+    assert "dtype=float8" not in str(error.value)
+
+
 @pytest.mark.parametrize(("override", "said"), [("false", "does not start"), ("true", "starts all the same")])
 def test_the_plan_says_beforehand_whether_the_run_would_start_and_what_helps(monkeypatch, override, said):
     monkeypatch.setattr(plan, "free_bytes", lambda folder: FREE)
@@ -66,7 +76,7 @@ def test_the_plan_says_beforehand_whether_the_run_would_start_and_what_helps(mon
         f"data.captures.allow_low_disk={override}",
     ])  # fmt: skip
     text = plan.text(config)
-    assert f"TOO LITTLE SPACE: a run {said}. What helps: {capture.what_helps('bfloat16')}" in text
+    assert f"TOO LITTLE SPACE: a run {said}. What helps: {capture.what_helps('bfloat16', total=45.3e12)}" in text
 
 
 # ------------------------------------------------------------------------------------------------- the watch

@@ -9,12 +9,14 @@ CASE = {"rows": 30_000, "tokens_per_row": 65_536, "hidden": 2880, "taps": 3, "dt
 
 def test_the_disk_estimate_has_the_known_numbers_and_refuses(recwarn):  # case 42
     assert capture.bytes_per_token(2880, 3, "bfloat16") == 23_040
+    assert capture.bytes_per_token(2880, 3, "float8") == 11_536
     with pytest.raises(capture.DiskError) as error:
         capture.check_disk(**CASE, free=2_000_000_000_000)
     text = str(error.value)
     for part in ("23,040 B per token", "1,509,949,440 B per row", "45.3 TB in all", "free: 2.0 TB"):
         assert part in text
-    for way_out in ("fewer rows", "shorter rows", "allow_low_disk=true", "8-bit captures (22.6 TB)", "online", "ring"):
+    ways = "fewer rows", "shorter rows", "allow_low_disk=true", "8-bit captures", "float8 (22.6 TB", "online", "ring"
+    for way_out in ways:
         assert way_out in text
 
 
