@@ -7,9 +7,10 @@ those of docs/architecture.md, "A row of the stores". Shapes: N tokens of a file
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,10 @@ class _Store:
         self.left_out: dict[str, int] = {}
         self._sums = {entry["file"]: entry["sha256"] for entry in self.index["files"]}
         self._open: dict[str, dict[str, Tensor]] = {}
-        self.rows = [row for name in self._sums for row in read_header(self.folder / name)[0] if self._fits(row)]
+
+    @functools.cached_property
+    def rows(self) -> list[RowInfo]:
+        return [row for name in self._sums for row in read_header(self.folder / name)[0] if self._fits(row)]
 
     def _fits(self, row: RowInfo) -> bool:
         """Cuts the row's length to max_length; False (counted) when nothing supervised would be left."""
@@ -214,18 +218,29 @@ class ResponseStore(_Store):
     def read(self, row: RowInfo) -> ResponseRow:
         return ResponseRow(*self._slice(row, ("ids", "supervised")))
 
-    def token_counts(self, split: str, vocab: int) -> tuple[Tensor, Tensor]:
-        """How often each token id occurs in a split: (among supervised tokens, among all), int64 [V] each."""
+    def files(self) -> Iterator[tuple[list[RowInfo], ResponseRow]]:
+        """File by file: its rows, and what they hold, one after another. Nothing is kept in memory."""
+        for name in self._sums:
+            tensors = self._tensors(name)
+            yield read_header(self.folder / name)[0], ResponseRow(tensors["ids"], tensors["supervised"])
+            self._open.pop(name, None)
+
+    def token_counts(
+        self, split: str, vocab: int, sources: Container[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """How often each token id occurs in a split: (among supervised tokens, among all), int64 [V] each.
+
+        sources: only in rows of these.
+        """
         supervised, everything = torch.zeros(vocab, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int64)
-        for row in self.rows:
-            if row.split != split:
-                continue
-            read = self.read(row)
-            ids = read.ids.long()
-            if int(ids.max()) >= vocab:
-                raise StoreError(f"{row.file}: row {row.id} has token id {int(ids.max())}, the vocabulary has {vocab}")
+        for rows, read in self.files():
+            counts = [row.split == split and (sources is None or row.source in sources) for row in rows]
+            mine = torch.tensor(counts, dtype=torch.bool).repeat_interleave(torch.tensor([row.tokens for row in rows]))
+            ids = read.ids[mine].long()
+            if len(ids) and int(ids.max()) >= vocab:
+                raise StoreError(f"{rows[0].file} has token id {int(ids.max())}, the vocabulary has {vocab}")
             everything += torch.bincount(ids, minlength=vocab)
-            supervised += torch.bincount(ids[read.supervised], minlength=vocab)
+            supervised += torch.bincount(ids[read.supervised[mine]], minlength=vocab)
         return supervised, everything
 
 

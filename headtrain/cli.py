@@ -163,8 +163,7 @@ def _eval(arguments: list[str]) -> int:
         f"{short[key]}={value}" if equals and key in short else text
         for text, (key, equals, value) in ((text, text.partition("=")) for text in arguments)
     ]
-    place = given.get("head", "")
-    heads = [item.strip() for item in place[1:-1].split(",")] if place.startswith("[") else [place]
+    heads = _items(given.get("head", ""))
     if not all(heads):
         raise ConfigError("head=DIR is missing: the folder of the head to measure, or its Hub id; several: head=[A,B]")
     if given.get("offline", "false") not in ("true", "false"):
@@ -240,8 +239,7 @@ def _monitor(arguments: list[str]) -> int:
     from headtrain.monitor import monitor
 
     given = _flat("monitor", arguments, ("engine_url",))
-    place = given["engine_url"]
-    urls = [item.strip() for item in place[1:-1].split(",")] if place.startswith("[") else [place]
+    urls = _items(given["engine_url"])
     try:
         interval = float(given.get("interval", "10"))
     except ValueError as error:
@@ -283,6 +281,38 @@ def _import(arguments: list[str]) -> int:
     print(f"{made.folder}: {made.type} head, from the format {made.format}")
     print("\n".join(f"- {line}" for line in made.said))
     return 0
+
+
+def _vocab(arguments: list[str]) -> int:
+    from headtrain.config import ConfigError
+    from headtrain.configload import load
+    from headtrain.pipeline import Job, prepared
+
+    given, others = _own(arguments, ("recipe", *COMMANDS["vocab"].own))
+    if "recipe" in given:
+        own = [f"run_dir={given['run_dir']}"] if "run_dir" in given else []
+        config = prepared(load(given["recipe"], [*others, *own]))
+        Job(config).need(("prompts", "responses"))
+        runs = [Path(config.run_dir)]
+    elif "run_dir" not in given:
+        raise ConfigError("recipe=… or run_dir=… is missing: the run, or runs, whose finished responses are counted")
+    else:
+        if other := next((text for text in others if not text.startswith("head.draft_vocab=")), None):
+            raise ConfigError(f"{other}: not used with run_dir=…; of the config's keys only head.draft_vocab is")
+        runs = [Path(place) for place in _items(given["run_dir"])]
+        if missing := next((run for run in runs if not (run / "config.yaml").is_file()), None):
+            raise ConfigError(f"run_dir={missing}: no run folder (no config.yaml)")
+        config = load(str(runs[0] / "config.yaml"), others)
+    from headtrain import vocab
+
+    sizes, domains = (_items(given[key]) if given.get(key) else [] for key in ("sizes", "domains"))
+    print(vocab.vocab(config, runs, sizes, given.get("out"), domains))
+    return 0
+
+
+def _items(text: str) -> list[str]:
+    """The items of `[A,B]`, or the only one."""
+    return [item.strip() for item in text[1:-1].split(",")] if text.startswith("[") else [text]
 
 
 def _plan(arguments: list[str]) -> int:

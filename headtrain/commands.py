@@ -77,6 +77,17 @@ COMMANDS = {
         },
         "headtrain push head=runs/mine/head repo=me/my-head",
     ),
+    "vocab": Command(
+        "draft vocabularies from finished responses: what sizes cover, and one in a file", True,
+        {
+            "run_dir": "a run's folder with finished responses, instead of recipe=; or several, counted together: "
+            "[A,B]. Then head.draft_vocab is the only other key of the config",
+            "sizes": "what to compare: [4096,full] or files (default: 4096, 8192, 16384, 32000 and full)",
+            "domains": "only training rows of these sources choose: [A,B], whole names or their last parts",
+            "out": "a .json file to write the draft vocabulary of head.draft_vocab to, for head.draft_vocab=FILE",
+        },
+        "headtrain vocab run_dir=runs/mine head.draft_vocab=16384 out=vocab.json",
+    ),
     "plan": Command(
         "GPU memory, disk and time a recipe needs; loads no weights", True, {}, "headtrain plan recipe=eagle3_llama70b"
     ),

@@ -126,7 +126,7 @@ class HeadSection:
     taps: list[int] | None = None  # None: [2, L//2, L-3]
     layers: int | None = None  # peagle: decoder layers; None: 4. The others have 1
     unroll: int = 7  # draft steps that training simulates
-    draft_vocab: Any = 32000  # a size, or "full"
+    draft_vocab: Any = 32000  # a size, "full", or a file that `headtrain vocab out=FILE` wrote
     intermediate: int | None = None  # None: the target's
     heads: int | None = None  # None: the target's
     kv_heads: int | None = None  # None: the target's

@@ -27,6 +27,7 @@ from headtrain.config import (
 )
 from headtrain.engines import EXPORT_FORMATS
 from headtrain.privacy import masked
+from headtrain.vocabfile import is_file
 
 
 @dataclass
@@ -98,7 +99,7 @@ RULES: dict[str, Rule] = {
     "head.medusa2.heads_first": _SHARE,
     "head.medusa2.distill": _number(0),
     "head.blocks": _COUNT,
-    "head.draft_vocab": _matching(r"full|[1-9]\d*", "a size of 1 or more, or full"),
+    "head.draft_vocab": _matching(r"full|[1-9]\d*|.*\.json", "a size of 1 or more, full, or a .json file"),
     **{f"head.{key}": _COUNT for key in ("intermediate", "heads", "kv_heads", "head_dim")},
     "train.epochs": _number(0, open_low=True),
     "train.steps": _COUNT,
@@ -200,6 +201,11 @@ def validate(config: RecipeConfig) -> None:
         raise ConfigError(
             "head.rebuild_vocab=true without head.init_from: a fresh head's draft vocabulary is new anyway; "
             "set head.init_from, or leave head.rebuild_vocab out"
+        )
+    if is_file(head.draft_vocab) and head.init_from not in (None, SCRATCH) and not head.rebuild_vocab:
+        raise ConfigError(
+            f"head.draft_vocab={head.draft_vocab} with head.init_from: the parent has a draft vocabulary of its own; "
+            "set head.rebuild_vocab=true to change it"
         )
     if len(train.betas) != 2:
         raise ConfigError(f"train.betas={train.betas}: two numbers are needed")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from headtrain import vocabfile
 from headtrain.config import OF_SERVERS, SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
 from headtrain.data_gen.readers import is_hub_id
 from headtrain.eval.suites import parts
@@ -72,7 +73,7 @@ def stage_marks(
             "target": {**model, "dtype": config.target.dtype, "attn_implementation": config.target.attn_implementation},
         },
         "training": {
-            "head": {**tree["head"], "init_from": _start_identity(start)},
+            "head": {**tree["head"], "init_from": _start_identity(start), **_fixed_vocab(config)},
             "train": {key: value for key, value in tree["train"].items() if key not in NOT_IN_TRAINING},
             "seed": config.seed,
         },
@@ -209,6 +210,12 @@ def _commit(kind: str, name: str, revision: str, key: str) -> str:
 
 def _start_identity(start: str | None) -> str | None:
     return start if start in (None, SCRATCH) else folder_identity(str(head_folder(start, key="head.init_from")))
+
+
+def _fixed_vocab(config: RecipeConfig) -> dict[str, Any]:
+    """A draft vocabulary in a file counts by what is in it."""
+    asked = config.head.draft_vocab
+    return {"draft_vocab": {"mapping": vocabfile.read(asked).mapping}} if vocabfile.is_file(asked) else {}
 
 
 def folder_identity(folder: str | None) -> str | None:

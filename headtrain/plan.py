@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from headtrain import vocabfile
 from headtrain.config import BORROWED, TAPPED, ConfigError, RecipeConfig, ShapeConfig
 from headtrain.files import free_bytes, locate, read_json
 
@@ -161,7 +162,7 @@ def model_of(config: RecipeConfig) -> Model:
     return Model(
         shape=shape,
         taps=0 if head.type not in TAPPED else len(head.taps) if head.taps is not None else 3,
-        draft_vocab=shape.vocab if head.draft_vocab == "full" else int(head.draft_vocab),
+        draft_vocab=vocabfile.size_of(head.draft_vocab, shape.vocab),
         head_heads=head.heads or shape.heads,
         head_kv_heads=head.kv_heads or shape.kv_heads,
         head_dim=head.head_dim or shape.head_dim,

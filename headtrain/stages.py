@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from headtrain import vocabfile
 from headtrain.children import NOTE
 from headtrain.config import BY_DEPTH, HEAD_DRAFTERS, TAPPED, ConfigError, RecipeConfig, TargetConfig
+from headtrain.facts import text_marks
 from headtrain.files import Manifest, locked, read_json, write_json
 from headtrain.hardware import fast_bf16
 from headtrain.plan import EXPERT_NAMES
@@ -110,6 +112,8 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     head, vocab, deepest = config.head, config.head.draft_vocab, max(config.eval.k)
     if "training" in coming and isinstance(vocab, int) and vocab > text.vocab_size:
         raise ConfigError(f"head.draft_vocab={vocab}: the target has {text.vocab_size} tokens")
+    if "training" in coming and vocabfile.is_file(vocab):
+        vocabfile.read(vocab, text.vocab_size, text_marks(tokenizer)["tokenizer"])
     if "training" in coming and head.type in BY_DEPTH and deepest > head.unroll:
         raise ConfigError(f"eval.k={deepest}: a {head.type} head drafts at most head.unroll={head.unroll} tokens")
     if "report" in coming:

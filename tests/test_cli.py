@@ -40,7 +40,7 @@ def test_help_answers_in_under_a_second(headtrain):
 
 def test_the_overview_lists_every_command_and_no_hidden_one(headtrain):
     text = headtrain().stdout
-    names = "fit", "generate", "train", "eval", "export", "push", "plan", "doctor", "monitor", "status", "recipes"
+    names = "fit", "generate", "train", "eval", "export", "push", "plan", "doctor", "monitor", "status", "recipes", "vocab"
     for name in names:
         assert f"\n  {name} " in text
         assert headtrain(name, "--help").stdout.startswith(f"headtrain {name}: ")

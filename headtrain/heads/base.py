@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headtrain.config import SCRATCH, HeadSection, RecipeConfig
 from headtrain.heads.start import start_marks
-from headtrain.heads.vocab import choose_draft_vocab, coverage, draft_size, mapping, moved_rows
+from headtrain.heads.vocab import coverage, draft_size, draft_vocab, mapping, moved_rows
 from headtrain.hub_read import HEAD_FILES, head_folder
 from headtrain.target import TargetParts
 
@@ -219,8 +219,8 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
     """A head for a target, ready to train: fresh, or continued from `head.init_from`.
 
     supervised_V, all_V: int64 [V], how often each token occurs in the responses, and in prompts and responses together;
-    the draft vocabulary is chosen by the first, then by the second. sample: some packed training rows,
-    for the sizes of the features and, with head.start=calibrated, the closed-form start.
+    the draft vocabulary is chosen by the first, then by the second, or read from the file `head.draft_vocab`. sample:
+    some packed training rows, for the sizes of the features and, with head.start=calibrated, the closed-form start.
     """
     section, embedding, lm_head = recipe.head, parts.embedding, parts.lm_head
     if section.init_from not in (None, SCRATCH):
@@ -228,7 +228,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
         words = "mapping taken from parent"
         if section.rebuild_vocab:
             size = draft_size(section.draft_vocab, len(lm_head))
-            kept = _change_vocab(head, _choose(size, parts, supervised_V, all_V), lm_head)
+            kept = _change_vocab(head, _choose(section.draft_vocab, parts, supervised_V, all_V), lm_head)
             words = (
                 f"mapping rebuilt: {kept} of {size} lm_head rows are the parent's, moved to their new index, "
                 f"{size - kept} start from the target's"
@@ -240,7 +240,7 @@ def new_head(recipe: RecipeConfig, parts: TargetParts, supervised_V: Tensor, all
     else:
         torch.manual_seed(recipe.seed)
         head = head_class(section.type).fresh(section, parts)
-        selected = _choose(head.config.draft_vocab_size, parts, supervised_V, all_V)
+        selected = _choose(section.draft_vocab, parts, supervised_V, all_V)
         head.d2t, head.t2d = mapping(selected, len(lm_head))
         head.start_from(parts, selected, sample, recipe.seed if section.start == "calibrated" else None)
         head.marks = {} if section.lora.rank else start_marks(head)  # factors leave most matrices as they are
@@ -256,12 +256,12 @@ def logit_scale(parts: TargetParts) -> float:
     return times / divided
 
 
-def _choose(size: int, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Tensor:
-    """The draft vocabulary of a size, ascending int64; warns when a reduced one has entries without an example."""
-    selected = choose_draft_vocab(supervised_V, size, parts.eos_ids, all_V)
+def _choose(asked: int | str, parts: TargetParts, supervised_V: Tensor, all_V: Tensor) -> Tensor:
+    """The draft vocabulary asked for, ascending int64; warns when a reduced one has entries without an example."""
+    selected = draft_vocab(asked, supervised_V, all_V, parts.eos_ids, parts.texts.get("tokenizer"))
     unseen = int((supervised_V[selected] == 0).sum())
-    if unseen and size < len(supervised_V):
-        log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, size)
+    if unseen and len(selected) < len(supervised_V):
+        log.warning("%d of %d entries of the draft vocabulary never occur in the responses", unseen, len(selected))
     return selected
 
 

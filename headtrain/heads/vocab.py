@@ -10,14 +10,29 @@ import hashlib
 import torch
 from torch import Tensor
 
+from headtrain import vocabfile
+
 
 def draft_size(size: int | str | None, vocab_size: int) -> int:
     """`head.draft_vocab` as a number; "full" (or None) is the whole vocabulary. ValueError outside 1 … vocab_size."""
-    if size in ("full", None):
-        return vocab_size
+    if size in ("full", None) or vocabfile.is_file(size):
+        return vocabfile.size_of(size, vocab_size)
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise ValueError(f"draft_vocab_size={size!r}: give a whole number in 1..{vocab_size}, or full")
     return size
+
+
+def draft_vocab(
+    asked: int | str | None, counts_V: Tensor, backup_V: Tensor, ends: set[int], tokenizer: str | None = None
+) -> Tensor:
+    """The draft vocabulary that `head.draft_vocab` asks for: ascending target ids, int64 [D].
+
+    A size: the most frequent tokens by counts_V, then by backup_V, end tokens first of all. A file: the one in it,
+    which must be for V tokens and the tokenizer of that mark.
+    """
+    if vocabfile.is_file(asked):
+        return torch.tensor(vocabfile.read(asked, len(counts_V), tokenizer).ids)
+    return choose_draft_vocab(counts_V, draft_size(asked, len(counts_V)), ends, backup_V)
 
 
 def choose_draft_vocab(

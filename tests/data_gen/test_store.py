@@ -103,7 +103,7 @@ def test_a_cut_off_file_and_an_unfinished_folder_say_what_to_do(tmp_path):
     path = tmp_path / "captures-00000.safetensors"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match="delete it and run the stage again"):
-        CaptureStore(tmp_path)
+        list(CaptureStore(tmp_path).rows)
     (tmp_path / "index.json").unlink()
     with pytest.raises(StoreError, match="stage is not finished"):
         CaptureStore(tmp_path)
