@@ -264,7 +264,7 @@ def _text(
 
 def _group_rows(found: Found, kind: str, names: list[str], candidates: list[Candidate]) -> Iterator[list[str]]:
     """A table of groups: tokens, then per candidate how much is covered of the training and of the validation rows."""
-    yield [f"by {kind}", "tokens", *map(_name, candidates)]
+    yield [f"by {kind}: train / valid", "tokens", *map(_name, candidates)]
     groups = {name: found.groups[kind, name] for name in names}
     order = sorted(names, key=lambda name: -sum(tally.tokens for tally in groups[name].values()))
     for name in order[:SHOWN]:
