@@ -173,7 +173,7 @@ def _read(
                 found.groups[kind, name][row.split].add(row.supervised, inside_CR[:, n])
         valid_R = torch.tensor([row.split == "valid" for row in rows])
         valid_N = valid_R.repeat_interleave(starts_R1.diff()) & supervised_N
-        chosen_N = choices(rows) if choices else ids_N
+        chosen_N = choices(rows, ids_N) if choices else ids_N
         known_CN = masks_CV[:, chosen_N]
         found.choices += int(valid_N.sum())
         found.outside_C = found.outside_C + (valid_N & ~known_CN).sum(1)
@@ -185,10 +185,10 @@ def _read(
         found.steps_C = found.steps_C + torch.tensor(steps)
 
 
-def target_choices(run: Path) -> Callable[[list[RowInfo]], Tensor] | None:
-    """choices(rows of a responses file) -> for each token, what the target chose after the one before it, int64 [N].
+def target_choices(run: Path) -> Callable[[list[RowInfo], Tensor], Tensor] | None:
+    """choices(rows of a responses file, their ids) -> for each token, what the target chose in its place, int64 [N].
 
-    From the run's captures; None where there are none. In greedy responses it is the token itself.
+    From the run's captures; None where there are none. In greedy responses, and in rows not captured, the token itself.
     """
     from safetensors import safe_open
 
@@ -197,12 +197,20 @@ def target_choices(run: Path) -> Callable[[list[RowInfo]], Tensor] | None:
     if not Manifest(run / "captures").data.get("complete"):
         return None
 
-    def choices(rows: list[RowInfo]) -> Tensor:
-        path = run / "captures" / rows[0].file.replace("responses", "captures")
-        if [row.id for row in read_header(path)[0]] != [row.id for row in rows]:
-            raise ConfigError(f"{path} does not hold the rows of {rows[0].file}; make the captures again")
+    def choices(rows: list[RowInfo], ids_N: Tensor) -> Tensor:
+        path, chosen_N = run / "captures" / rows[0].file.replace("responses", "captures"), ids_N.clone()
+        if not path.is_file():
+            return chosen_N
         with safe_open(path, framework="pt") as handle:
-            return handle.get_tensor("argmax").long().roll(1)  # a row's first token is never supervised
+            argmax, starts = handle.get_tensor("argmax").long(), handle.get_tensor("offsets").tolist()
+        captured = {row.id: (starts[row.index], row.tokens) for row in read_header(path)[0]}
+        at = 0
+        for row in rows:
+            if row.id in captured:
+                start, length = captured[row.id]
+                chosen_N[at + 1 : at + length] = argmax[start : start + length - 1]
+            at += row.tokens
+        return chosen_N
 
     return choices
 
