@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen import claims
-from headtrain.files import Manifest, free_bytes, read_json
+from headtrain.files import Manifest, free_bytes, read_json, sha256_file
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headtrain.data_gen.store import RowInfo
     from headtrain.target import Target
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,10 @@ MARGIN = 256 << 20  # bytes left free while working
 
 class DiskError(ValueError):
     """Too little disk space, before the start or during the work."""
+
+
+class CaptureError(ValueError):
+    """Captures of no use for training."""
 
 
 # ------------------------------------------------------------------------------------------------- disk
@@ -142,8 +149,9 @@ def work(
         tokens = sum(row.tokens for n in begun for row in by_file.get(claims.file_name("responses", n), []))
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
         tensors = _capture(config, target, responses, rows, taps, meter)
+        rows, tensors, left_out = keep_finite(rows, tensors, once_more(config, target, taps))
         meter.tell()
-        told = facts(config, target, taps) | {"agreed": _agreed(tensors)}
+        told = facts(config, target, taps) | {"agreed": _agreed(tensors), "left_out": left_out}
         store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
         done += 1
     return done
@@ -174,6 +182,41 @@ def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
     return {**tensors, "supervised": torch.cat([row.supervised for row in read])}
 
 
+def once_more(config: RecipeConfig, target: Target, taps: tuple[int, ...]) -> Callable[[Tensor], dict[str, Tensor]]:
+    """A function that captures one row alone, by its token ids: the flat tensors of a capture file."""
+    from headtrain.data_gen import passes
+
+    dtype = passes.buffer_dtype(config.data.captures.dtype)
+    return lambda ids: passes.read_rows(target, [ids], taps, dtype).flat()
+
+
+def keep_finite(
+    rows: list[RowInfo], tensors: dict[str, Tensor], again: Callable[[Tensor], dict[str, Tensor]]
+) -> tuple[list[RowInfo], dict[str, Tensor], dict[str, int]]:
+    """(rows, their flat tensors, reason -> number left out), without rows that have values that are not finite.
+
+    Such a row is captured once more: what a fault of the machine made is gone then.
+    """
+    import torch
+
+    from headtrain.data_gen.store import finite
+
+    def whole(part: dict[str, Tensor]) -> bool:
+        return all(finite(part[name]) for name in ("taps", "last", "logsumexp"))
+
+    if whole(tensors):
+        return rows, tensors, {}
+    split = zip(*(tensor.split([row.tokens for row in rows]) for tensor in tensors.values()), strict=True)
+    parts = [dict(zip(tensors, part, strict=True)) for part in split]
+    parts = [part if whole(part) else part | again(part["ids"]) for part in parts]
+    kept = [n for n, part in enumerate(parts) if whole(part)]
+    if lost := [row.id for n, row in enumerate(rows) if n not in set(kept)]:
+        log.warning("left out as non_finite, captured twice: %s", ", ".join(lost))
+    empty = {name: tensor[:0] for name, tensor in tensors.items()}
+    tensors = {name: torch.cat([empty[name], *(parts[n][name] for n in kept)]) for name in tensors}
+    return [rows[n] for n in kept], tensors, {"non_finite": len(lost)} if lost else {}
+
+
 def _agreed(tensors: dict[str, Any]) -> int:
     """How many supervised tokens are the target's choice after what stands before them."""
     return int((tensors["supervised"][1:] & (tensors["ids"][1:] == tensors["argmax"][:-1])).sum())
@@ -192,6 +235,12 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     batches = len(store.ResponseStore(responses_folder).index["files"])
     index = store.write_index(captures_folder, "captures", batches)
     counts = {name: sum(file[name] for file in index["files"]) for name in ("rows", "tokens", "supervised")}
+    left_out = store.left_out(captures_folder, "captures", batches)
+    if not counts["rows"] and left_out:
+        raise CaptureError(
+            f"{captures_folder}: no row is left, {left_out['non_finite']} have states that are not finite: see that "
+            "the target's weights are whole; data.captures.dtype=float16 ends at 65,504, bfloat16 does not"
+        )
     counts["bytes"] = sum((Path(captures_folder) / file["file"]).stat().st_size for file in index["files"])
     rule = config.data.responses
     if rule.backend == "server" and rule.temperature == 0:
@@ -202,7 +251,10 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
                 "only %.1f %% of the servers' greedy tokens are the choice of the target as loaded here: see that they "
                 "serve the same weights, at the same precision, and that nothing changes their sampling", 100 * share
             )  # fmt: skip
-    Manifest(captures_folder).finish(counts, norm=index.get("norm"), taps=index.get("taps"), dtype=index.get("dtype"))
+    told = {key: index.get(key) for key in ("norm", "taps", "dtype")}
+    Manifest(captures_folder).finish(
+        counts, dict(left_out), index=sha256_file(Path(captures_folder) / "index.json"), **told
+    )
     return counts
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen import capture, chat, claims, prompts, turns
-from headtrain.files import Manifest, free_bytes, read_json, write_json
+from headtrain.files import Manifest, free_bytes, read_json, sha256_file, write_json
 
 if TYPE_CHECKING:
     from headtrain.data_gen import store
@@ -208,7 +208,9 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Me
     found = [(c.prompt, c.rows) for c in chats]
     rows = [row for prompt, own in found for row in _infos(prompt, own)]
     tensors["supervised"] = torch.tensor([mark for _, own in found for row in own for mark in row.supervised()])
-    store.write_unit(job.captures_folder, "captures", batch, rows, tensors, **capture.facts(config, target, taps))
+    kept, finite, not_finite = capture.keep_finite(rows, tensors, capture.once_more(config, target, taps))
+    told = capture.facts(config, target, taps) | {"left_out": not_finite}
+    store.write_unit(job.captures_folder, "captures", batch, kept, finite, **told)
     small = {name: tensors[name] for name in ("ids", "supervised")}
     seconds = round(time.monotonic() - began, 3)
     meter.tell()
@@ -338,11 +340,11 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     if not index["on_policy"]:
         log.warning("these responses are the data's own answers, not the target's: off-policy")
     left_out = Counter(plan["left_out"]) + store.left_out(responses_folder, "responses", len(plan["batches"]))
-    more = {}
+    more = {"index": sha256_file(Path(responses_folder) / "index.json")}
     if plan["backend"] == "server":
         from headtrain.data_gen import server
 
-        more = {"servers": server.seen(Path(responses_folder))}
+        more["servers"] = server.seen(Path(responses_folder))
         if served_none := left_out - Counter(plan["left_out"]):
             log.warning("left out of the servers' responses: %s", ", ".join(f"{k} {n}" for k, n in served_none.items()))
     Manifest(responses_folder).finish(

@@ -13,7 +13,6 @@ fault of no row (no server is ready, or all are busy) only wait, up to `data.res
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import logging
@@ -31,7 +30,7 @@ from headtrain.data_gen import claims, turns
 from headtrain.data_gen.client import Away, Refused, Server, ServerError, client
 from headtrain.data_gen.dialects import Question
 from headtrain.data_gen.prompts import Prompt
-from headtrain.files import claimed, read_json, write_json
+from headtrain.files import claimed, read_json, room_for, write_json
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +64,7 @@ class Journal:
                     continue
                 self.tokens, self.answers = self.tokens + len(ids), self.answers + 1
         os.ftruncate(self.handle, end)  # a last line that was cut
+        self.path, self.end = path, end
 
     def take(self, name: str, turn: int) -> tuple[list[int], str] | None:
         ids, finish = self.known.pop((name, turn), (None, ""))
@@ -72,8 +72,15 @@ class Journal:
 
     def add(self, name: str, turn: int, ids: list[int], finish: str) -> None:
         line = json.dumps({"id": name, "turn": turn, "ids": ids, "finish": finish}, separators=(",", ":")) + "\n"
-        if os.write(self.handle, data := line.encode()) < len(data):
-            raise OSError(errno.ENOSPC, "the disk is full; make room and run the same command again", JOURNAL)
+        left = data = line.encode()
+        try:
+            with room_for(self.path):
+                while left:
+                    left = left[os.write(self.handle, left) :]
+        except OSError:
+            os.ftruncate(self.handle, self.end)  # for a shorter answer there may be room
+            raise
+        self.end += len(data)
         self.tokens, self.answers = self.tokens + len(ids), self.answers + 1
 
     def close(self) -> None:

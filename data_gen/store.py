@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headtrain.data_gen import float8
+from headtrain.data_gen import float8, sums
 from headtrain.data_gen.claims import file_name
 from headtrain.files import read_json, sha256_file, write_json, writing
 
 VERSION = 1
+REMEDY = "`headtrain generate` with the run's arguments makes it again and leaves the rest as it is"
 NORMS = ("post_norm", "pre_norm")
 
 
@@ -90,6 +91,8 @@ def write_unit(
     path = folder / file_name(kind, batch)
     with writing(path) as part:
         save_file({**tensors, "offsets": offsets}, part, metadata=header)
+        sha256 = sha256_file(part)
+    sums.note(path, sha256)
     return path
 
 
@@ -100,12 +103,14 @@ def read_header(path: Path) -> tuple[list[RowInfo], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as handle:
             header = handle.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} cannot be read ({error}); delete it and run the stage again") from error
-    if header.get("version") != str(VERSION) or "rows" not in header:
-        raise StoreError(f"{path} is no file of this store (version {header.get('version')}, {VERSION} is known)")
-    rows = [RowInfo(**row, file=path.name, index=n) for n, row in enumerate(json.loads(header["rows"]))]
-    return rows, json.loads(header["facts"])
+        if header.get("version") != str(VERSION):
+            raise StoreError(
+                f"{path} is no file of this store (version {header.get('version')}, {VERSION} is known); {REMEDY}"
+            )
+        rows = [RowInfo(**row, file=path.name, index=n) for n, row in enumerate(json.loads(header["rows"]))]
+        return rows, json.loads(header["facts"])
+    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); {REMEDY}") from error
 
 
 def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
@@ -115,13 +120,17 @@ def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
         path = folder / file_name(kind, batch)
         if not path.is_file():
             raise StoreError(f"{path} is missing: the stage is not finished")
+        if why := sums.damage(path, None):
+            raise StoreError(f"{path} {why}; {REMEDY}")
+        if not (sha256 := sums.known(path)):
+            sums.note(path, sha256 := sha256_file(path))
         rows, own = read_header(path)
         own = {k: v for k, v in own.items() if k not in ("seconds", "left_out", "agreed")}
         if facts is not None and own != facts:
             raise StoreError(f"{path} was made with other settings than the first file ({own} and {facts})")
         facts = own
         files.append({
-            "file": path.name, "sha256": sha256_file(path), "rows": len(rows), "tokens": sum(r.tokens for r in rows),
+            "file": path.name, "sha256": sha256, "rows": len(rows), "tokens": sum(r.tokens for r in rows),
             "supervised": sum(r.supervised for r in rows),
         })  # fmt: skip
     index = {"kind": kind, "version": VERSION, **(facts or {}), "files": files}
@@ -139,29 +148,48 @@ def left_out(folder: str | Path, kind: str, batches: int) -> Counter:
 
 def finite(values: Tensor) -> bool:
     """Whether all values are: by their sum, a hundred times as fast as one by one, which a sum too large needs."""
-    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 class _Store:
-    """What both stores share: the index, row lists, mapped files, checksums."""
+    """What both stores share: the index, row lists, mapped files. A file's checksum is compared before it is used."""
 
     kind = ""
 
-    def __init__(self, folder: str | Path, max_length: int | None = None):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, max_length: int | None = None, so_far: bool = False):
+        self.folder, self.max_length, self.so_far = Path(folder), max_length, so_far
+        self.left_out: dict[str, int] = {}
+        self.index: dict[str, Any] = {"kind": self.kind, "files": []}
+        self._sums: dict[str, str | None] = {}
+        self._open: dict[str, dict[str, Tensor]] = {}
+        if so_far:
+            self.rows = []
+            self.refresh()
+            return
         if not (self.folder / "index.json").is_file():
             raise StoreError(f"{self.folder} has no index.json: the {self.kind} stage is not finished")
         self.index = read_json(self.folder / "index.json")
         if self.index.get("kind") != self.kind:
             raise StoreError(f"{self.folder} holds {self.index.get('kind')}, not {self.kind}")
-        self.max_length = max_length
-        self.left_out: dict[str, int] = {}
         self._sums = {entry["file"]: entry["sha256"] for entry in self.index["files"]}
-        self._open: dict[str, dict[str, Tensor]] = {}
 
     @functools.cached_property
     def rows(self) -> list[RowInfo]:
         return [row for name in self._sums for row in read_header(self.folder / name)[0] if self._fits(row)]
+
+    def refresh(self) -> int:
+        """Takes in the files finished since the store was opened `so_far`; returns how many rows came.
+
+        A file appears whole, under its name, or not at all; there may be writers in other processes meanwhile.
+        """
+        before = len(self.rows)
+        for path in sorted(self.folder.glob(f"{self.kind}-*.safetensors")):
+            if path.name not in self._sums:
+                rows, facts = read_header(path)
+                self.index = facts | self.index
+                self._sums[path.name] = sums.known(path)
+                self.rows += filter(self._fits, rows)
+        return len(self.rows) - before
 
     def _fits(self, row: RowInfo) -> bool:
         """Cuts the row's length to max_length; False (counted) when nothing supervised would be left."""
@@ -174,31 +202,17 @@ class _Store:
         return row.supervised > 0
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        """The flat tensors of a file, mapped; its checksum is compared when the file is first opened."""
+        """The flat tensors of a file, mapped."""
         if name not in self._open:
             from safetensors import safe_open
 
-            self._verify(name)
+            if why := sums.damage(self.folder / name, self._sums[name]):
+                raise StoreError(f"{self.folder / name} {why}; {REMEDY}")
             if len(self._open) >= 256:
                 self._open.pop(next(iter(self._open)))
             with safe_open(self.folder / name, framework="pt") as handle:
                 self._open[name] = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
         return self._open[name]
-
-    def _verify(self, name: str) -> None:
-        """StoreError on a wrong checksum. A verified file is not hashed again while its time and size stand."""
-        path, marks = self.folder / name, self.folder / "verified.json"
-        stat = path.stat()
-        mark = [self._sums[name], stat.st_size, stat.st_mtime_ns]
-        known = read_json(marks) if marks.is_file() else {}
-        if known.get(name) == mark:
-            return
-        if sha256_file(path) != self._sums[name]:
-            raise StoreError(
-                f"{path}: the checksum differs from index.json, the file is damaged or was changed; delete the folder "
-                f"{self.folder.name} and run again to have it made anew"
-            )
-        write_json(marks, {**known, name: mark})
 
     def _slice(self, row: RowInfo, names: tuple[str, ...]) -> list[Tensor]:
         tensors = self._tensors(row.file)
@@ -207,7 +221,10 @@ class _Store:
 
 
 class ResponseStore(_Store):
-    """Reads a responses folder. `.rows`: list of RowInfo; `.read(row)`; `.on_policy`."""
+    """Reads a responses folder. `.rows`: list of RowInfo; `.read(row)`; `.on_policy`.
+
+    so_far: of a folder that is being written, the rows of the files that are finished; `.refresh()` adds new ones.
+    """
 
     kind = "responses"
 
@@ -249,23 +266,36 @@ class CaptureStore(_Store):
 
     max_length: rows are cut to it, whatever length they were captured at. final_norm: the target's, needed only where
     the last hidden state was stored before it (`norm: pre_norm`); `.read` always gives the state after the norm.
+    so_far: of a folder that is being written, the rows of the files that are finished; `.refresh()` adds new ones.
     """
 
     kind = "captures"
 
     def __init__(
-        self, folder: str | Path, max_length: int | None = None, final_norm: Callable[[Tensor], Tensor] | None = None
-    ):
-        super().__init__(folder, max_length)
+        self, folder: str | Path, max_length: int | None = None, final_norm: Callable[[Tensor], Tensor] | None = None,
+        so_far: bool = False,
+    ):  # fmt: skip
+        self._final_norm = final_norm
+        super().__init__(folder, max_length, so_far)
+        self._check()
+
+    def refresh(self) -> int:
+        came = super().refresh()
+        self._check()
+        return came
+
+    def _check(self) -> None:
+        """Takes from the index what the states are; StoreError when it cannot be used. Before the first file: None."""
         self.norm, self.taps, self.hidden = self.index.get("norm"), self.index.get("taps"), self.index.get("hidden")
         self.dtype = self.index.get("dtype")
-        self._final_norm = final_norm
+        if self.so_far and not self._sums:
+            return
         if self.norm not in NORMS:
             raise StoreError(
                 f"{self.folder}/index.json does not say whether `last` is {' or '.join(NORMS)} (norm: {self.norm}); "
                 "applied twice or not at all it ruins the head, so untagged captures are refused: capture again"
             )
-        if self.norm == "pre_norm" and final_norm is None:
+        if self.norm == "pre_norm" and self._final_norm is None:
             raise StoreError(f"{self.folder}: `last` was stored before the final norm; pass the target's final_norm=")
 
     def read(self, row: RowInfo) -> CaptureRow:
@@ -277,8 +307,7 @@ class CaptureStore(_Store):
             fields[3] = self._final_norm(fields[3])
         for name, tensor in zip(("taps", "last", "logsumexp"), (fields[2], fields[3], fields[5]), strict=True):
             if not finite(tensor):
-                raise StoreError(
-                    f"{self.folder / row.file}: row {row.id} has values in `{name}` that are not finite; delete the "
-                    f"folder {self.folder.name} and run again to have it made anew, or leave the prompt out"
-                )
+                path, why = self.folder / row.file, f"has values in `{name}` of row {row.id} that are not finite"
+                sums.condemn(path, why)
+                raise StoreError(f"{path} {why}; {REMEDY}, or leaves the row out")
         return CaptureRow(*fields)

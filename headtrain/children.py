@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.config import RecipeConfig
+from headtrain.files import DiskFull, room_for
 from headtrain.hardware import gpu_ids
 
 POLL = 0.2  # seconds between looks at the children
 PLAIN_EVERY = 15.0  # seconds between progress lines when there is no terminal
 GRACE = 10.0  # seconds a child has between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG = 1
+LAST_WORDS = 1 << 20  # bytes free, below which a child that failed may have found no room to say why
 NOTE = "note: "  # what a child prints behind this is shown to the user at once
 
 
@@ -130,7 +134,7 @@ def _start(child: Child) -> subprocess.Popen:
             os._exit(1)
 
     child.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(child.log, "ab") as log:
+    with room_for(child.log), open(child.log, "ab") as log:
         log.write(f"\n[{time.strftime('%Y-%m-%d %H:%M:%S')}] {' '.join(child.argv)}\n".encode())
         log.flush()
         return subprocess.Popen(
@@ -176,6 +180,8 @@ def last_words(label: str, log: Path, status: int) -> str:
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if said:  # by status 2, or whatever a launcher makes of it
         return f"{label}: {said[-1]}"
+    if shutil.disk_usage(log.parent).free < LAST_WORDS:  # what it said found no room
+        return f"{label}: {DiskFull(errno.ENOSPC, '', str(log.parent.parent))}"
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     tail = "\n".join(f"  | {line}" for line in lines[-25:])
     return f"{label} {how}; its log is {log}\n{tail}"

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 from headtrain.commands import COMMANDS, help_of, overview
+from headtrain.files import FULL, DiskFull
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         from headtrain.privacy import masked
 
         users = is_users(error)
+        if getattr(error, "errno", None) in FULL and not isinstance(error, DiskFull):
+            error = DiskFull(error.errno, "", getattr(error, "filename", None) or "a file")
         print(masked(f"error: {error}" if users else traceback.format_exc().rstrip()), file=sys.stderr)
         return 2 if users else 1
 
@@ -40,7 +43,7 @@ def is_users(error: BaseException) -> bool:
     One from a library, or from a built-in that headtrain called, is a bug and keeps its traceback; but no code is to
     blame for a full disk or a name that no file system takes.
     """
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENAMETOOLONG):
+    if isinstance(error, OSError) and error.errno in (*FULL, errno.ENAMETOOLONG):
         return True
     if not isinstance(error, (ValueError, OSError)) or error.__traceback__ is None:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -18,6 +19,20 @@ from typing import Any
 
 class LocationError(ValueError):
     """A `package:NAME/FILE` location that is not there; the message says what is."""
+
+
+FULL = {
+    errno.ENOSPC: "the disk is full; make room",
+    errno.EDQUOT: "the disk quota is used up; make room",
+    errno.EFBIG: "no larger file is allowed here (ulimit -f, the file system); allow it",
+}
+
+
+class DiskFull(OSError):
+    """There was no room for a file; the message names it and says what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {FULL[self.errno]} and run the same command again, which goes on from here"
 
 
 def cache_dir() -> Path:
@@ -72,16 +87,32 @@ def claimed(path: Path):
 
 
 @contextlib.contextmanager
-def writing(path: str | Path):
-    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed to `path`, else removed."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def room_for(path: str | Path):
+    """DiskFull for `path` where the block finds no room for what it writes, by whichever library."""
     try:
-        yield part
-        with open(part, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(part, path)
-        fsync_folder(path.parent)
+        yield
+    except Exception as error:
+        code = getattr(error, "errno", None) or next((n for n in FULL if f"(os error {n})" in str(error)), None)
+        if code not in FULL or isinstance(error, DiskFull):
+            raise
+        raise DiskFull(code, os.strerror(code), str(path)) from error
+
+
+@contextlib.contextmanager
+def writing(path: str | Path):
+    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed to `path`, else removed.
+
+    The temporary name is of this process and machine alone: others may write the same file. DiskFull without room.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.part")
+    try:
+        with room_for(path):
+            yield part
+            with open(part, "rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(part, path)
+            fsync_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -101,11 +132,12 @@ def replacing(folder: str | Path):
     part, aside = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     part.mkdir()
     try:
-        yield part
-        for file in (path for path in part.rglob("*") if path.is_file()):
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        fsync_folder(part)
+        with room_for(folder):
+            yield part
+            for file in (path for path in part.rglob("*") if path.is_file()):
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+            fsync_folder(part)
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)
         part.rename(folder)

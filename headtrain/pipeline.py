@@ -20,10 +20,12 @@ from typing import Any
 from headtrain import children, identity
 from headtrain.children import Child, Progress
 from headtrain.config import ConfigError, PushConfig, RecipeConfig, TargetConfig
+from headtrain.data_gen import sums
 from headtrain.files import Manifest, claimed, read_json, write_text
 from headtrain.hardware import gpu_ids
 
 DATA = ("prompts", "responses", "captures")
+STORES = DATA[1:]
 RESULT = "report/report.json"
 KEPT = {  # what a complete stage must still have, beside the files its index lists
     "prompts": ("prompts.jsonl",), "responses": ("plan.json", "index.json"), "captures": ("index.json",),
@@ -231,10 +233,12 @@ class Job:
         return mine and not self.lost(stage)
 
     def lost(self, stage: str) -> list[Path]:
-        """Files that a complete stage must have and that are gone."""
+        """Files that a complete stage must have and that are gone, or an index that is damaged."""
         wanted = [self.run / stage / name for name in KEPT.get(stage, ())]
         index = self.run / stage / "index.json"
-        if stage in ("responses", "captures") and index.is_file():
+        if stage in STORES and index.is_file():
+            if sums.index_damage(index.parent, Manifest(index.parent).data):
+                return [index]
             wanted += [index.parent / entry["file"] for entry in read_json(index)["files"]]
         return [path for path in wanted if not path.is_file()]
 
@@ -242,8 +246,30 @@ class Job:
         for stage in wanted:
             if not self.complete(stage):
                 raise ConfigError(
-                    f"{self.run / stage} is missing, unfinished, or of other settings; `headtrain generate` makes it"
+                    f"{self.run / stage} is missing, unfinished, damaged, or of other settings; `headtrain generate` "
+                    "makes it"
                 )
+
+    def mend(self) -> None:
+        """Removes what is damaged of the stores, and says so: the stages make exactly that again.
+
+        With responses that are answered again go the captures of the same batch.
+        """
+        again: dict[str, str] = {}
+        for stage in STORES:
+            folder, manifest = self.run / stage, Manifest(self.run / stage)
+            if manifest.data.get("fingerprint") != self.marks[stage][0]:
+                continue
+            stale = {name: why for name, why in again.items() if (folder / name).is_file()}
+            found = stale | sums.damaged(folder, stage, manifest.data, print)
+            for name, why in found.items():
+                print(f"{stage}: {name} {why}; making it again")
+                (folder / name).unlink(missing_ok=True)
+                if stage == "responses" and name != "index.json":
+                    again[name.replace("responses", "captures")] = "is of responses that are made again"
+            if found:
+                (folder / "index.json").unlink(missing_ok=True)
+                manifest.reopen()
 
     def open(self, stage: str) -> bool:
         """Prepares the stage's folder; True when it is complete. A trained head moves with its training folder."""
@@ -278,7 +304,9 @@ class Job:
         write_text(self.run / "config.yaml", to_yaml(self.config))
 
     def run_missing(self, wanted: list[str] | tuple[str, ...]) -> None:
-        """Runs the wanted stages that are not complete, in order."""
+        """Runs the wanted stages that are not complete, in order. Damaged data count as missing."""
+        if set(STORES) & set(wanted):
+            self.mend()
         missing = [stage for stage in wanted if not self.complete(stage)]
         if not missing:
             return

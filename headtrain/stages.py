@@ -221,9 +221,10 @@ def captures(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.data_gen import capture
     from headtrain.target import Target
 
-    target = Target.load(config.target)
     folders = run / "responses", run / "captures"
-    capture.work(config, target, *folders, taps_of(config, target.num_layers))
+    if capture.missing(*folders):
+        target = Target.load(config.target)
+        capture.work(config, target, *folders, taps_of(config, target.num_layers))
     with locked(run / "captures" / ".lock"):
         if not capture.missing(*folders) and not Manifest(run / "captures").data.get("complete"):
             capture.finish(config, *folders)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,12 @@ print('the disk is on fire'); sys.exit(1)"""
         children.run([slow, child(code, tmp_path / "bad.log")], "work", Progress)
     assert time.monotonic() - began < 30
     assert wait_for(lambda: gone(int((tmp_path / "pid").read_text())))
+
+
+def test_a_child_that_found_no_room_to_say_why_it_failed_is_spoken_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(children.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with pytest.raises(StageFailed, match=rf"^work: {tmp_path}: the disk is full; make room and run the same command"):
+        children.run([child("import sys; sys.exit(120)", tmp_path / "logs" / "0.log")], "work", Progress)
 
 
 def test_a_users_mistake_found_by_a_child_is_one_line(tmp_path):

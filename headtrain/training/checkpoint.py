@@ -10,6 +10,7 @@ It is written beside its place under a `.part` name and renamed when every byte 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headtrain.files import fsync_folder, read_json, sha256_file, write_json
+from headtrain.files import fsync_folder, read_json, room_for, sha256_file, write_json
 from headtrain.heads import vocab
 from headtrain.heads.base import Head
 from headtrain.training.ranks import Ranks
@@ -52,35 +53,48 @@ def save(
 
     place = folder / f"step-{state['step']:08d}"
     part = folder / f".{place.name}.part"
-    if ranks.first:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        write(head, part / "head")
-    kinds: dict[str, Sequence[Tensor | None]] = {"weights": shards.flats, **shards.moments()}
-    if average:
-        kinds["ema"] = average.values
-    for kind, values in kinds.items():
-        tensors = {}
-        if kind == "weights":
-            tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in fixed.items()}
-        for name in shards.places:
-            whole = shards.whole(values, name)
-            if whole is not None and ranks.first:
-                tensors[name] = whole.detach().cpu().contiguous().clone()
+    with _building(place, part, ranks):
         if ranks.first:
-            save_file(tensors, part / f"{kind}.safetensors", metadata={"format": "pt"})
-    if ranks.first:
-        files = {str(p.relative_to(part)): sha256_file(p) for p in sorted(part.rglob("*")) if p.is_file()}
-        facts = {"version": VERSION, "world": ranks.world, "updates": shards.steps, "files": files}
-        write_json(part / "state.json", {**state, **facts})
-        _flush(part)
-        shutil.rmtree(place, ignore_errors=True)
-        part.rename(place)
-        fsync_folder(folder)
-        for old in _whole(folder)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            write(head, part / "head")
+        kinds: dict[str, Sequence[Tensor | None]] = {"weights": shards.flats, **shards.moments()}
+        if average:
+            kinds["ema"] = average.values
+        for kind, values in kinds.items():
+            tensors = {}
+            if kind == "weights":
+                tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in fixed.items()}
+            for name in shards.places:
+                whole = shards.whole(values, name)
+                if whole is not None and ranks.first:
+                    tensors[name] = whole.detach().cpu().contiguous().clone()
+            if ranks.first:
+                save_file(tensors, part / f"{kind}.safetensors", metadata={"format": "pt"})
+        if ranks.first:
+            files = {str(p.relative_to(part)): sha256_file(p) for p in sorted(part.rglob("*")) if p.is_file()}
+            facts = {"version": VERSION, "world": ranks.world, "updates": shards.steps, "files": files}
+            write_json(part / "state.json", {**state, **facts})
+            _flush(part)
+            shutil.rmtree(place, ignore_errors=True)
+            part.rename(place)
+            fsync_folder(folder)
+            for old in _whole(folder)[:-keep]:
+                shutil.rmtree(old)
     ranks.barrier()
     return place
+
+
+@contextlib.contextmanager
+def _building(place: Path, part: Path, ranks: Ranks):
+    """Where `part` does not become the checkpoint `place`, it is removed. DiskFull when there is no room for it."""
+    try:
+        with room_for(place):
+            yield
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _flush(folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headtrain.config import RecipeConfig, TrainConfig
-from headtrain.files import write_text
+from headtrain.files import room_for, write_text
 from headtrain.heads.base import Batch, HeadConfig, HeadOutput
 from headtrain.training.ranks import Ranks
 from headtrain.training.timing import model_flops, peak_flops
@@ -103,7 +103,7 @@ class TrainLog:
         if not self.active:
             return
         record = _finite(record)
-        with open(self.path, "a", encoding="utf-8") as handle:
+        with room_for(self.path), open(self.path, "a", encoding="utf-8") as handle:
             handle.write(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb:
             flat = {key: value for key, value in record.items() if isinstance(value, int | float)}

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from headtrain.data_gen import capture, prompts, respond
+from headtrain.data_gen import capture, passes, prompts, respond
 from headtrain.data_gen.store import CaptureStore
+from headtrain.files import Manifest
 
 CASE = {"rows": 30_000, "tokens_per_row": 65_536, "hidden": 2880, "taps": 3, "dtype": "bfloat16"}
 
@@ -91,3 +92,66 @@ def test_too_little_space_is_an_error_before_the_first_token(recipe, tiny_target
     with pytest.raises(capture.DiskError, match="Too little space"):
         respond.work(recipe, tiny_target, *folders, (1, 2, 4))
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """spoiled(token, times, name): a row with the token has a NaN in the tensor `name` the first `times` times."""
+
+    def spoil(token, times, name):
+        seen, real = {}, passes.StateBuffers.flat
+
+        def flat(self):
+            tensors, start = {key: tensor.clone() for key, tensor in real(self).items()}, 0
+            for length in self.lengths_B.tolist():
+                ids = tuple(tensors["ids"][start : start + length].tolist())
+                seen[ids] = seen.get(ids, 0) + 1
+                if token in ids and seen[ids] <= times:
+                    tensors[name][start + length - 2] = float("nan")
+                start += length
+            return tensors
+
+        monkeypatch.setattr(passes.StateBuffers, "flat", flat)
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", ["taps", "last", "logsumexp"])
+@pytest.mark.parametrize("stage", ["responses", "captures"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_row_that_is_not_finite_is_captured_again_and_else_left_out(
+    stage, name, times, recipe, tiny_target, answered, spoiled, tmp_path, caplog
+):
+    prompt_folder, responses, captures = answered
+    whole = CaptureStore(captures)
+    ids = {row.id: whole.read(row).ids for row in whole.rows}
+    token = next(t for t in range(100) if 0 < sum(t in row.tolist() for row in ids.values()) < 4)
+    bad = {row for row, own in ids.items() if token in own.tolist()} if times > 1 else set()
+    spoiled(token, times, name)
+    if stage == "captures":
+        again = tmp_path / "again"
+        capture.work(recipe, tiny_target, responses, again, (1, 2, 4))
+        counts = capture.finish(recipe, responses, again)
+    else:
+        responses, again = tmp_path / "other", tmp_path / "again"
+        respond.work(recipe, tiny_target, prompt_folder, responses, again, (1, 2, 4))
+        assert respond.finish(recipe, responses, again)["rows"] == 21
+        counts = capture.finish(recipe, responses, again)
+    opened = CaptureStore(again)
+    assert {row.id for row in opened.rows} == ids.keys() - bad and counts["rows"] == 21 - len(bad)
+    known = {row.id: row for row in whole.rows}
+    for row in opened.rows:
+        torch.testing.assert_close(vars(opened.read(row)), vars(whole.read(known[row.id])), atol=1e-4, rtol=1e-4)
+    assert Manifest(again).data["left_out"] == ({"non_finite": len(bad)} if bad else {})
+    said = " ".join(record.getMessage() for record in caplog.records if "non_finite" in record.getMessage())
+    assert all(row in said for row in bad) and bool(said) == bool(bad)
+
+
+def test_where_no_row_is_finite_the_run_ends_and_says_what_to_look_at(
+    recipe, tiny_target, answered, tmp_path, monkeypatch
+):
+    real = passes.StateBuffers.flat
+    monkeypatch.setattr(passes.StateBuffers, "flat", lambda self: real(self) | {"last": real(self)["last"] / 0})
+    capture.work(recipe, tiny_target, answered[1], tmp_path / "again", (1, 2, 4))
+    with pytest.raises(capture.CaptureError, match=r"no row is left, 21 have states that are not finite.*float16 ends"):
+        capture.finish(recipe, answered[1], tmp_path / "again")

@@ -78,7 +78,7 @@ def test_a_value_that_is_not_finite_is_not_hidden_by_eight_bits(name, bad, tmp_p
     given[name].view(-1)[33 if name != "logsumexp" else 3] = bad
     write(tmp_path, **given)
     opened = CaptureStore(tmp_path)
-    with pytest.raises(StoreError, match=rf"captures-00000\.safetensors: row r has values in `{name}` that are not"):
+    with pytest.raises(StoreError, match=rf"captures-00000\.safetensors has values in `{name}` of row r that are not"):
         opened.read(opened.rows[0])
 
 

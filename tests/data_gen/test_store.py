@@ -4,7 +4,8 @@ from collections import Counter
 import pytest
 import torch
 
-from headtrain.data_gen import store
+from headtrain import files
+from headtrain.data_gen import store, sums
 from headtrain.data_gen.store import CaptureStore, ResponseStore, RowInfo, StoreError
 
 FACTS = {"norm": "post_norm", "taps": [1, 2], "dtype": "bfloat16", "hidden": 8, "vocab": 50}
@@ -80,29 +81,31 @@ def test_a_damaged_file_is_named_before_it_is_used(tmp_path):
     path.write_bytes(data)
     opened = CaptureStore(tmp_path)
     opened.read(opened.rows[0])
-    with pytest.raises(StoreError, match=r"captures-00001\.safetensors: the checksum differs"):
+    with pytest.raises(StoreError, match=r"captures-00001\.safetensors is damaged: its checksum is an"):
         opened.read(opened.rows[2])
 
 
-def test_a_file_is_hashed_once_and_again_when_it_changed(tmp_path, monkeypatch):
+def test_a_file_is_hashed_when_it_is_written_and_again_when_it_changed(tmp_path, monkeypatch):
+    hashed = []
+    for module in (store, sums):
+        monkeypatch.setattr(module, "sha256_file", lambda path: hashed.append(path.name) or files.sha256_file(path))
     fill(tmp_path)
-    hashed, real = [], store.sha256_file
-    monkeypatch.setattr(store, "sha256_file", lambda path: hashed.append(path.name) or real(path))
-    for _ in range(2):
+    assert len(hashed) == 2
+    for touched in (False, True, False):
+        if touched:
+            (tmp_path / "captures-00000.safetensors").touch()
         opened = CaptureStore(tmp_path)
         for row in opened.rows:
             opened.read(row)
-    assert hashed == ["captures-00000.safetensors", "captures-00001.safetensors"]
-    (tmp_path / "captures-00000.safetensors").touch()
-    CaptureStore(tmp_path).read(opened.rows[0])
-    assert hashed[2:] == ["captures-00000.safetensors"]
+        assert hashed[2:] == ["captures-00000.safetensors"] * (len(hashed) > 2)
+    assert len(hashed) == 3
 
 
 def test_a_cut_off_file_and_an_unfinished_folder_say_what_to_do(tmp_path):
     fill(tmp_path)
     path = tmp_path / "captures-00000.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(StoreError, match="delete it and run the stage again"):
+    with pytest.raises(StoreError, match=r"cannot be read.*`headtrain generate`"):
         list(CaptureStore(tmp_path).rows)
     (tmp_path / "index.json").unlink()
     with pytest.raises(StoreError, match="stage is not finished"):
@@ -141,7 +144,8 @@ def test_both_norm_tags_lead_to_the_same_logits_and_a_second_norm_would_not(tmp_
 def test_files_made_with_different_taps_are_not_indexed_together(tmp_path):
     fill(tmp_path)
     fill(tmp_path / "other", taps=[1, 3])
-    (tmp_path / "other" / "captures-00001.safetensors").rename(tmp_path / "captures-00001.safetensors")
+    for name in ("captures-00001.safetensors", "sums/captures-00001.safetensors.json"):
+        (tmp_path / "other" / name).rename(tmp_path / name)
     with pytest.raises(StoreError, match=r"captures-00001\.safetensors was made with other settings"):
         store.write_index(tmp_path, "captures", 2)
 

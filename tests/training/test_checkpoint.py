@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headtrain.files import DiskFull
 from headtrain.training.checkpoint import VERSION, CheckpointError, accumulation, damage, latest
 
 TOY = str(Path(__file__).with_name("toy.py"))
@@ -56,6 +58,27 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(toy, train, tmp_
         assert not held[0].is_file() or same(*map(load_file, held)), file
     for key in ("step", "loss", "lr", "tau", "epoch", "grad_norm"):
         assert [line.get(key) for line in unbroken] == [line.get(key) for line in resumed]
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_the_one_before_and_the_run_goes_on(toy, train, weights, tmp_path):
+    options = {"steps": 9, "save_every": 3, "keep": 9, "eval_every": 100, "log_every": 3}
+    train(tmp_path / "a", **options)
+    toy.make_run(tmp_path / "b")
+    shutil.copytree(tmp_path / "a" / "training", tmp_path / "b" / "training")  # as if stopped after step 3
+    folder = tmp_path / "b" / "training" / "checkpoints"
+    for step in (6, 9):
+        shutil.rmtree(folder / f"step-{step:08d}")
+    most = (folder / "step-00000003" / "exp_avg.safetensors").stat().st_size - 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))  # a full disk's portable relative
+    try:
+        with pytest.raises(DiskFull, match=r"step-00000006.*: no larger file is allowed here.*the same command again"):
+            train(tmp_path / "b", **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+    train(tmp_path / "b", **options)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(toy, train, weights, tmp_path, capsys):
