@@ -44,7 +44,7 @@ def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) 
 
 def remove_parts(folder: Path, name: str) -> None:
     """Removes half-written versions of the files that `name` (a pattern) matches; only for who alone writes them."""
-    for part in folder.glob(f".{name}.*.part"):
+    for part in (*folder.glob(f".{name}.*.part"), *(folder / "sums").glob(f".{name}.json.*.part")):
         log.warning("%s was left half-written by a process that died; it is made again", part.name)
         part.unlink(missing_ok=True)
 

@@ -91,8 +91,7 @@ def write_unit(
     path = folder / file_name(kind, batch)
     with writing(path) as part:
         save_file({**tensors, "offsets": offsets}, part, metadata=header)
-        sha256 = sha256_file(part)
-    sums.note(path, sha256)
+        sums.note(path, sha256_file(part), part)
     return path
 
 

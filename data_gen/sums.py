@@ -17,9 +17,9 @@ from headtrain.files import read_header, read_json, sha256_file, write_json
 MUCH = 20e9  # bytes to hash that are worth a word before
 
 
-def note(path: Path, sha256: str, **more: str) -> None:
-    """Keeps that the file, as it is now, has this sum."""
-    stat = path.stat()
+def note(path: Path, sha256: str, part: Path | None = None, **more: str) -> None:
+    """Keeps that the file, as it is now, has this sum. part: where it lies until it gets its name."""
+    stat = (part or path).stat()
     place = _place(path)
     place.parent.mkdir(exist_ok=True)
     write_json(place, {"sha256": sha256, "size": stat.st_size, "time": stat.st_mtime_ns, **more})
