@@ -93,7 +93,7 @@ def check_disk(
 
 def under_way(folder: Path, kind: str) -> list[int]:
     """Batches that this or another process has begun, by their notes in `claims/`, and that have no file yet."""
-    begun = (int(note.stem) for note in (folder / "claims").glob("*.json"))
+    begun = (int(note.stem) for note in (folder / "claims").glob("[0-9]*.json"))
     return [batch for batch in begun if not (folder / claims.file_name(kind, batch)).is_file()]
 
 
@@ -258,8 +258,18 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     return counts
 
 
-def status(responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
-    """{batches, done_batches, tokens, seconds, estimate} while workers run."""
-    index = read_json(Path(responses_folder) / "index.json")
-    found = claims.progress_of(Path(captures_folder), "captures", len(index["files"]))
-    return {**found, "estimate": sum(file["tokens"] for file in index["files"])}
+def status(
+    responses_folder: str | Path, captures_folder: str | Path, memory: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """How far the captures are: claims.progress_of, and estimate: tokens of all; rows: captured; of: rows in all;
+    row_tokens: of finished batches. memory: as of respond.status."""
+    memory = {} if memory is None else memory
+    if "files" not in memory:
+        memory["files"], memory["done"] = read_json(Path(responses_folder) / "index.json")["files"], {}
+    files = memory["files"]
+    found = claims.progress_of(Path(captures_folder), "captures", len(files), memory["done"])
+    done = [files[n] for n in found["done"]]
+    return {
+        **found, "estimate": sum(file["tokens"] for file in files), "of": sum(file["rows"] for file in files),
+        "rows": sum(file["rows"] for file in done), "row_tokens": sum(file["tokens"] for file in done),
+    }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 from headtrain.files import claimed, read_json, write_json
 
 log = logging.getLogger(__name__)
+
+WINDOW = 60.0  # seconds over which a process's pace is taken
+FRESH = 30.0  # seconds after which what a process told of its pace is no longer so
 
 
 def file_name(kind: str, batch: int) -> str:
@@ -50,34 +55,95 @@ def remove_parts(folder: Path, name: str) -> None:
 
 
 class Meter:
-    """Counts a worker's tokens and tells the watching parent, in `claims/<batch>.json`, at most every two seconds.
+    """Counts a worker's tokens and tells whoever watches, in `claims/<name>.json`, at most every two seconds.
 
-    The last `tell` comes before the batch's file is written: afterwards nobody would tidy up a note cut short.
+    name: of a batch, its number. The last `tell` comes before the batch's file is written: afterwards nobody would tidy
+    up a note cut short. `facts`: what is told besides.
     """
 
-    def __init__(self, folder: Path, batch: int, progress: Any, estimate: int):
-        self.path = folder / "claims" / f"{batch}.json"
-        self.progress, self.estimate = progress, estimate
-        self.tokens, self.started, self.told = 0, time.monotonic(), 0.0
+    def __init__(self, folder: Path, name: int | str, progress: Any, estimate: int, tokens: int = 0):
+        """tokens: of earlier runs."""
+        self.path = folder / "claims" / f"{name}.json"
+        self.progress, self.estimate, self.pace = progress, estimate, PACES.setdefault(folder, Pace())
+        self.tokens, self.started, self.told = tokens, time.monotonic(), 0.0
+        self.facts: dict[str, Any] = {}
 
     def add(self, tokens: int) -> None:
         self.tokens += tokens
+        self.pace.add(tokens)
         if time.monotonic() - self.told >= 2:
             self.tell()
 
-    def tell(self) -> None:
+    def tell(self, **facts: Any) -> None:
         self.told = time.monotonic()
-        write_json(self.path, {"pid": os.getpid(), "tokens": self.tokens, "seconds": self.told - self.started})
+        self.facts |= facts
+        note = {"pid": os.getpid(), "tokens": self.tokens, "seconds": self.told - self.started, "at": time.time()}
+        write_json(self.path, note | {"rate": self.pace.rate(), **self.facts})
         if self.progress:
             self.progress(self.tokens, self.estimate)
 
 
-def progress_of(folder: Path, kind: str, batches: int) -> dict[str, Any]:
-    """{batches, done_batches, tokens, seconds}: tokens and working seconds summed over all batches that were begun."""
-    notes = [read_json(path) for path in (folder / "claims").glob("*.json")]
+class Pace:
+    """Tokens per second of this process over the last WINDOW seconds, whatever batches they belong to."""
+
+    def __init__(self):
+        self.counts: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens until then
+
+    def add(self, tokens: int) -> None:
+        now, (last, before) = time.monotonic(), self.counts[-1]
+        if now - last < 1 and len(self.counts) > 1:
+            self.counts.pop()
+        self.counts.append((now, before + tokens))
+
+    def rate(self) -> float:
+        now = time.monotonic()
+        while len(self.counts) > 2 and self.counts[1][0] < now - WINDOW:
+            self.counts.popleft()
+        (first, before), (_, after) = self.counts[0], self.counts[-1]
+        return (after - before) / max(now - first, 1)
+
+
+PACES: dict[Path, Pace] = {}  # of this process, by folder
+
+
+def progress_of(folder: Path, kind: str, batches: int, seen: dict[int, dict] | None = None) -> dict[str, Any]:
+    """How far the batches are, by the notes of the processes that do them.
+
+    {batches; done_batches; done: finished batch -> its note, {} without one; tokens and seconds (of work), summed over
+    all that were begun; rate: tokens per second now, 0 when nobody told of any for a while; left_out: reason -> number;
+    servers: the note of who asks servers, or None}. seen: `done` of the last call, which saves reading it again.
+    """
+    done = {} if seen is None else seen
+    files, notes = _names(folder), _names(folder / "claims")
+    begun: list[dict] = []
+    for batch in range(batches):
+        if batch not in done:
+            note = _note(folder, batch, notes)
+            if file_name(kind, batch) in files:
+                done[batch] = note  # the last one: it came before the file
+            elif note:
+                begun.append(note)
+    servers = _note(folder, "servers", notes) or None
+    told = [servers] if servers else [*begun, *done.values()]
+    latest = {note["pid"]: note for note in sorted(filter(None, told), key=lambda note: note.get("at", 0))}
+    fresh = time.time() - FRESH
     return {
-        "batches": batches,
-        "done_batches": sum((folder / file_name(kind, batch)).is_file() for batch in range(batches)),
-        "tokens": sum(note["tokens"] for note in notes),
-        "seconds": sum(note["seconds"] for note in notes),
-    }
+        "batches": batches, "done_batches": len(done), "done": done, "servers": servers,
+        "tokens": sum(note.get("tokens", 0) for note in told), "seconds": sum(note.get("seconds", 0) for note in told),
+        "rate": sum(note.get("rate", 0) for note in latest.values() if note.get("at", 0) > fresh),
+        "left_out": sum((Counter(note.get("left_out")) for note in told), Counter()),
+    }  # fmt: skip
+
+
+def _names(folder: Path) -> set[str]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return {entry.name for entry in entries}
+    return set()
+
+
+def _note(folder: Path, name: int | str, names: set[str]) -> dict[str, Any]:
+    """The note of that name; empty without one."""
+    if f"{name}.json" in names:
+        with contextlib.suppress(FileNotFoundError):  # a batch that is done again
+            return read_json(folder / "claims" / f"{name}.json")
+    return {}

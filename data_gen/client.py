@@ -59,14 +59,18 @@ def client(config: RecipeConfig, servers: int) -> httpx.AsyncClient:
 
 
 class Server:
-    """One server, and what is known of it. `ready`: rows may be sent; `busy`: requests under way."""
+    """One server, and what is known of it. `ready`: rows may be sent; `busy`: requests under way.
+
+    answered, failed: requests so far; `reason`: of the last failure.
+    """
 
     def __init__(self, url: str, config: RecipeConfig, http: httpx.AsyncClient, vocab: int, ends: set[int]):
         self.url = re.sub(r"(/v1)?/*$", "", url)
         self.config, self.http, self.vocab, self.ends = config, http, vocab, sorted(ends)
         self.dialect: Dialect = UNKNOWN
         self.model, self.version, self.adapter = "", None, False
-        self.ready, self.busy, self.answered = False, 0, 0
+        self.ready, self.busy, self.answered, self.failed = False, 0, 0, 0
+        self.reason = ""
 
     @property
     def facts(self) -> dict[str, Any]:

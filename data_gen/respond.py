@@ -213,7 +213,7 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Me
     store.write_unit(job.captures_folder, "captures", batch, kept, finite, **told)
     small = {name: tensors[name] for name in ("ids", "supervised")}
     seconds = round(time.monotonic() - began, 3)
-    meter.tell()
+    meter.tell(left_out=dict(left_out))
     store.write_unit(
         job.responses_folder, "responses", batch, rows, small, on_policy=True, seconds=seconds, left_out=dict(left_out)
     )
@@ -355,11 +355,31 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     return counts
 
 
-def status(responses_folder: str | Path) -> dict[str, Any]:
-    """{batches, done_batches, tokens, seconds, estimate} while workers run; `estimate`: new tokens at most."""
-    path = Path(responses_folder) / "plan.json"
-    if not path.is_file():
-        return {"batches": 0, "done_batches": 0, "tokens": 0, "seconds": 0.0, "estimate": 0}
-    plan = read_json(path)
-    found = claims.progress_of(Path(responses_folder), "responses", len(plan["batches"]))
-    return {**found, "estimate": sum(row[2] or row[1] for batch in plan["batches"] for row in batch)}
+def status(responses_folder: str | Path, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+    """How far the answers are: claims.progress_of, and estimate: new tokens at most; expected: new tokens, by how long
+    the answers are so far; prompts: answered or left out since; of: prompts in all; left_out: of the plan too;
+    row_tokens: of finished batches, with their prompts; rows_expected: likewise of all.
+
+    memory: a dict that the caller keeps from call to call, which saves reading the plan again. Without a plan all is 0.
+    """
+    path, memory = Path(responses_folder) / "plan.json", {} if memory is None else memory
+    if "plan" not in memory and path.is_file():
+        plan = read_json(path)
+        memory["plan"] = [  # of each batch: prompts, their tokens, new tokens at most
+            (len(batch), sum(row[1] for row in batch if row[2]), sum(row[2] or row[1] for row in batch))
+            for batch in plan["batches"]
+        ]
+        memory["left_out"], memory["done"] = Counter(plan["left_out"]), {}
+    sizes, left_out = memory.get("plan", []), memory.get("left_out", Counter())
+    found = claims.progress_of(Path(responses_folder), "responses", len(sizes), memory.get("done"))
+    done, servers, estimate = found["done"], found["servers"], sum(size[2] for size in sizes)
+    settled = servers["settled"] if servers else sum(sizes[n][2] for n in done)
+    told = found["tokens"] if servers else sum(note.get("tokens", 0) for note in done.values())
+    share = told / settled if settled else 1.0
+    expected = max(found["tokens"], round(told + (estimate - settled) * share))
+    return {
+        **found, "estimate": estimate, "expected": expected, "left_out": left_out + found["left_out"],
+        "prompts": servers["prompts"] if servers else sum(sizes[n][0] for n in done),
+        "of": sum(size[0] for size in sizes),
+        "row_tokens": sum(sizes[n][1] for n in done) + told, "rows_expected": sum(size[1] for size in sizes) + expected,
+    }

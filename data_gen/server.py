@@ -27,6 +27,7 @@ from typing import Any
 
 from headtrain.config import RecipeConfig, TargetConfig
 from headtrain.data_gen import claims, turns
+from headtrain.data_gen.account import Account
 from headtrain.data_gen.client import Away, Refused, Server, ServerError, client
 from headtrain.data_gen.dialects import Question
 from headtrain.data_gen.prompts import Prompt
@@ -113,7 +114,7 @@ class Pool:
 
     def doubt(self, server: Server, error: Exception) -> None:
         """No more rows for the server until a check finds that it fits."""
-        server.ready, self.reason = False, error
+        server.ready, server.reason, self.reason = False, str(error), error
         if server not in self.checks:
             self.checks[server] = asyncio.create_task(self._watch(server))
 
@@ -124,7 +125,7 @@ class Pool:
                 await server.check(self.tokenizer)
                 break
             except ServerError as error:  # a Misfit too: it may have been started anew with another model
-                self.reason = error
+                server.reason, self.reason = str(error), error
                 if not told:
                     log.warning("%s; it gets no prompts until it is back", error)
                 told = True
@@ -211,14 +212,13 @@ def work(
             claims.remove_parts(folder, claims.file_name("responses", batch))
         asked = {batch: [known[row[0]] for row in plan["batches"][batch]] for batch in batches}
         journal = Journal(folder / JOURNAL, {prompt.id for batch in asked.values() for prompt in batch})
-        meter = claims.Meter(folder, 0, progress, sum(row[2] for batch in plan["batches"] for row in batch))
-        meter.add(journal.tokens)
-        run = _Run(config, target, asked, journal, meter, write, folder / SEEN)
+        most = sum(row[2] for batch in plan["batches"] for row in batch)
+        account = Account(folder, plan, set(asked), claims.Meter(folder, "servers", progress, most, journal.tokens))
+        run = _Run(config, target, asked, journal, account, write, folder / SEEN)
         try:
             asyncio.run(_with_pool(config, target.tokenizer, target.vocab_size, target.eos_ids, run.answer))
         finally:
             journal.close()
-            meter.tell()
     return len(batches)
 
 
@@ -226,11 +226,11 @@ class _Run:
     """The chats of all open batches, and how many of each batch are still to be answered."""
 
     def __init__(
-        self, config: RecipeConfig, target: Any, asked: dict[int, list[Prompt]], journal: Journal, meter: claims.Meter,
+        self, config: RecipeConfig, target: Any, asked: dict[int, list[Prompt]], journal: Journal, account: Account,
         write: Callable, seen: Path,
     ):  # fmt: skip
         self.config, self.rule, self.target, self.asked = config, config.data.responses, target, asked
-        self.journal, self.meter, self.write, self.seen = journal, meter, write, seen
+        self.journal, self.account, self.write, self.seen = journal, account, write, seen
         self.chats: dict[int, dict[str, turns.Chat]] = {batch: {} for batch in asked}
         self.left_out: dict[int, Counter] = {batch: Counter() for batch in asked}
         self.failed: Counter = Counter()
@@ -242,6 +242,7 @@ class _Run:
         _note_servers(self.seen, pool.servers)
         rows = ((batch, prompt) for batch in list(self.asked) for prompt in self.asked[batch])
         lanes = self.rule.concurrency * len(pool.servers)
+        telling = asyncio.create_task(self.account.keep_telling(pool.servers))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(lanes):
@@ -252,6 +253,8 @@ class _Run:
         except* Exception as errors:  # the first one ended the others
             raise errors.exceptions[0] from None
         finally:
+            telling.cancel()
+            self.account.tell(pool.servers)
             _note_servers(self.seen, pool.servers)
             for server in pool.servers:
                 log.info("%s (%s %s): %d answers", server.url, server.dialect.engine, server.version, server.answered)
@@ -264,6 +267,7 @@ class _Run:
                 self.left_out[batch][reason] += 1
                 self.failed[reason] += 1
                 self._see_that_some_are_answered(ENOUGH)
+            self.account.settle(chat, reason)
             self.chats[batch][prompt.id] = chat
             if len(self.chats[batch]) == len(self.asked[batch]):
                 self._finish(batch)
@@ -274,7 +278,6 @@ class _Run:
         for chat in chats:
             if chat.left_out:
                 left_out[chat.left_out] += len(chat.later)
-        self.meter.tell()
         del self.chats[batch]
         if found := [chat for chat in chats if chat.rows]:
             self.write(batch, found, left_out)
@@ -302,7 +305,7 @@ class _Run:
                     chat.left_out, chat.later = f"turns_{error.reason}", ["", *chat.later]  # this turn too
                     return ""
                 self.journal.add(chat.prompt.id, chat.turn, *found)
-                self.meter.add(len(found[0]))
+                self.account.meter.add(len(found[0]))
             ids, finish = found
             chat.add(ids, finish == "length", {})
             if not turns.go_on(chat, self.target, ids, finish == "length", self.config):
@@ -323,6 +326,7 @@ class _Run:
                     return found
                 except (Away, Refused) as error:
                     last = error
+                    server.failed, server.reason = server.failed + 1, str(error)
                     if isinstance(error, Away):
                         pool.doubt(server, error)
                     if error.reason != "server_busy":

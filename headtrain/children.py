@@ -26,6 +26,7 @@ from headtrain.files import DiskFull, room_for
 from headtrain.hardware import gpu_ids
 
 POLL = 0.2  # seconds between looks at the children
+PATIENCE = 20  # times as long as a look at the progress takes there is none
 PLAIN_EVERY = 15.0  # seconds between progress lines when there is no terminal
 GRACE = 10.0  # seconds a child has between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG = 1
@@ -53,6 +54,7 @@ class Progress:
     done: float = 0
     total: float | None = None
     words: str = ""
+    left: float | None = None  # seconds, where more is known than the time gone
 
 
 # ------------------------------------------------------------------------------------------------- how many
@@ -90,7 +92,7 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
         for child in children:
             started.append(_start(child))
         with _display(label) as show:
-            running = True
+            running, due = True, 0.0
             while running:
                 states = [_state(process) for process in started]
                 running = None in states
@@ -100,7 +102,10 @@ def run(children: list[Child], label: str, poll: Callable[[], Progress]) -> None
                 for child, state in zip(children, states, strict=True):
                     if state:
                         raise StageFailed(last_words(label, child.log, state))
-                show(poll())
+                began = time.monotonic()
+                if began >= due or not running:
+                    show(poll())
+                    due = began + PATIENCE * (time.monotonic() - began)
                 time.sleep(POLL if running else 0)
     finally:
         _end(started)
@@ -174,17 +179,25 @@ STARTED = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ")  # heads a section;
 
 def last_words(label: str, log: Path, status: int) -> str:
     """What a failed child said last: its `error:` line when it made one, else the end of its log."""
-    lines = [line.rstrip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    starts = [n for n, line in enumerate(lines) if STARTED.match(line)]
-    lines = [line for line in lines[starts[-1] + 1 if starts else 0 :] if line]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if said:  # by status 2, or whatever a launcher makes of it
-        return f"{label}: {said[-1]}"
+    if errors := said(log):  # by status 2, or whatever a launcher makes of it
+        return f"{label}: {errors[-1]}"
     if shutil.disk_usage(log.parent).free < LAST_WORDS:  # what it said found no room
         return f"{label}: {DiskFull(errno.ENOSPC, '', str(log.parent.parent))}"
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    tail = "\n".join(f"  | {line}" for line in lines[-25:])
+    tail = "\n".join(f"  | {line}" for line in _section(log)[-25:])
     return f"{label} {how}; its log is {log}\n{tail}"
+
+
+def said(log: Path) -> list[str]:
+    """The errors for the user in a log, since a process was last started."""
+    return [line.removeprefix("error: ") for line in _section(log) if line.startswith("error: ")]
+
+
+def _section(log: Path) -> list[str]:
+    """The lines of a log since a process was last started."""
+    lines = [line.rstrip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    starts = [n for n, line in enumerate(lines) if STARTED.match(line)]
+    return [line for line in lines[starts[-1] + 1 if starts else 0 :] if line]
 
 
 # ------------------------------------------------------------------------------------------------- display
@@ -230,8 +243,9 @@ def line(label: str, progress: Progress, seconds: float) -> str:
         share = min(1.0, progress.done / progress.total)
         filled = round(20 * share)
         parts.append(f"[{'#' * filled}{'.' * (20 - filled)}] {100 * share:3.0f} %")
-        if 0.02 < share < 1:
-            left = f", about {clock(seconds * (1 - share) / share)} left"
+        rest = progress.left if progress.left is not None else seconds * (1 - share) / share if share > 0.02 else None
+        if rest is not None and share < 1:
+            left = f", about {clock(rest)} left"
     parts += [progress.words] if progress.words else []
     return "  ".join([*parts, f"{clock(seconds)} gone{left}"])
 

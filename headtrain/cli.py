@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import errno
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -237,18 +238,14 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _monitor(arguments: list[str]) -> int:
-    from headtrain.config import ConfigError
     from headtrain.expected import find_report
     from headtrain.monitor import monitor
 
     given = _flat("monitor", arguments, ("engine_url",))
     urls = _items(given["engine_url"])
-    try:
-        interval = float(given.get("interval", "10"))
-    except ValueError as error:
-        raise ConfigError(f"interval={given['interval']}: a number of seconds is needed") from error
     return monitor(
-        urls, interval=interval, count=_whole(given, "count") if "count" in given else None,
+        urls, interval=_seconds({"interval": "10"} | given, "interval"),
+        count=_whole(given, "count") if "count" in given else None,
         report=find_report(given["report"]) if given.get("report") else None,
         log=Path(given["log"]) if given.get("log") else None,
     )  # fmt: skip
@@ -260,6 +257,15 @@ def _whole(given: dict[str, str], key: str) -> int:
     if not given[key].isdecimal() or int(given[key]) < 1:
         raise ConfigError(f"{key}={given[key]}: a whole number of 1 or more is needed")
     return int(given[key])
+
+
+def _seconds(given: dict[str, str], key: str) -> float:
+    from headtrain.config import ConfigError
+
+    try:
+        return float(given[key])
+    except ValueError as error:
+        raise ConfigError(f"{key}={given[key]}: a number of seconds is needed") from error
 
 
 def _flag(given: dict[str, str], key: str, default: bool) -> bool:
@@ -327,9 +333,14 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    from headtrain import pipeline
+    from headtrain import status
+    from headtrain.config import ConfigError
 
-    print(pipeline.status(Path(_flat("status", arguments, ("run_dir",))["run_dir"])))
+    given = _flat("status", arguments, ("run_dir",))
+    every = _seconds(given, "watch") if "watch" in given else None
+    if every is not None and not 0 < every < math.inf:
+        raise ConfigError(f"watch={given['watch']}: a number of seconds above 0 is needed")
+    status.show(Path(given["run_dir"]), every, _flag(given, "json", False))
     return 0
 
 

@@ -121,7 +121,13 @@ COMMANDS = {
         "headtrain monitor engine_url=http://localhost:8000 report=runs/mine",
     ),
     "status": Command(
-        "how far a run is", False, {"run_dir": "the run's folder (needed)"}, "headtrain status run_dir=runs/mine"
+        "how far a run is, while it works and afterwards", False,
+        {
+            "run_dir": "the run's folder (needed)",
+            "watch": "seconds: show it again and again until no process works in it any more",
+            "json": "true: as one JSON object",
+        },
+        "headtrain status run_dir=runs/mine watch=5",
     ),
     "recipes": Command(
         "lists recipes; `recipes show NAME` prints the resolved config", False, {},

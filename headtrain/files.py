@@ -86,6 +86,18 @@ def claimed(path: Path):
         yield mine
 
 
+def held(path: Path) -> bool:
+    """Whether a live process holds `path` (see `claimed`). Asking does not get in the way of one that is about to."""
+    if not path.is_file():
+        return False
+    with open(path) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def room_for(path: str | Path):
     """DiskFull for `path` where the block finds no room for what it writes, by whichever library."""

@@ -23,6 +23,7 @@ from headtrain.config import ConfigError, PushConfig, RecipeConfig, TargetConfig
 from headtrain.data_gen import sums
 from headtrain.files import Manifest, claimed, read_json, write_text
 from headtrain.hardware import gpu_ids
+from headtrain.status import progress_of, told
 
 DATA = ("prompts", "responses", "captures")
 STORES = DATA[1:]
@@ -62,7 +63,7 @@ def generate(config: RecipeConfig, inspect: int = 0) -> None:
     with opened(config) as job:
         job.run_missing(DATA)
         for stage in DATA:
-            print(f"{stage}: {_counts(job.run / stage)}")
+            print(f"{stage}: {told(Manifest(job.run / stage).data)}")
         if inspect:
             log = job.run / "logs" / "inspect.log"
             log.unlink(missing_ok=True)
@@ -133,27 +134,6 @@ def push_head(head: Path, asked: PushConfig, report: Path | None = None) -> str:
     return hub.push(head, asked, report)
 
 
-def status(run: Path) -> str:
-    """One line per stage: not started, under way with its progress, or complete with its counts."""
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"run_dir={run}: no run folder (no config.yaml)")
-    lines = [f"run: {run}"]
-    with claimed(run / ".lock") as free:
-        lines[0] += "" if free else "  (a headtrain process is working in it)"
-    for stage in identity.STAGES:
-        manifest = Manifest(run / stage).data
-        if not manifest:
-            state = "not started"
-        elif manifest.get("complete"):
-            state = f"complete: {_counts(run / stage)}"
-        else:
-            found = progress_of(run, stage)()
-            share = f" {100 * found.done / found.total:.0f} %" if found.total else ""
-            state = f"under way{share}  {found.words}".rstrip()
-        lines.append(f"  {stage:<10} {state}")
-    return "\n".join(lines)
-
-
 def result(run: Path) -> str:
     """The table of the run's report."""
     from headtrain.eval.report import table
@@ -163,16 +143,6 @@ def result(run: Path) -> str:
         return table(report, run)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{run / RESULT} is no report ({error}); delete it to have it made again") from error
-
-
-def _counts(folder: Path) -> str:
-    data = Manifest(folder).data
-    counts, left_out = _listed(data.get("counts", {})), _listed(data.get("left_out", {}))
-    return counts + (f"; left out: {left_out}" if left_out else "")
-
-
-def _listed(numbers: dict) -> str:
-    return ", ".join(f"{name} {n:,}" if isinstance(n, int) else f"{name} {n}" for name, n in numbers.items())
 
 
 # ------------------------------------------------------------------------------------------------- a run
@@ -374,71 +344,3 @@ class Job:
         argv, env = command(self.config, ["stage", "training", f"run_dir={self.run}"], gpus)
         log = self.run / "logs" / "training-0.log"
         children.run([Child(argv, log, env)], "training", progress_of(self.run, "training"))
-
-
-# ------------------------------------------------------------------------------------------------- progress
-
-def progress_of(run: Path, stage: str) -> Callable[[], Progress]:
-    """A function that tells how far a stage is, from the files its processes leave."""
-    return {"responses": _responses, "captures": _captures, "training": _training, "report": _report}.get(
-        stage, lambda _run: Progress
-    )(run)
-
-
-def _responses(run: Path) -> Callable[[], Progress]:
-    from headtrain.data_gen import respond
-
-    return _rated(lambda: respond.status(run / "responses"))
-
-
-def _captures(run: Path) -> Callable[[], Progress]:
-    from headtrain.data_gen import capture
-
-    if not Manifest(run / "responses").data.get("complete"):
-        return lambda: Progress(words="written along with the responses")
-    return _rated(lambda: capture.status(run / "responses", run / "captures"))
-
-
-def _rated(look: Callable[[], dict]) -> Callable[[], Progress]:
-    """Batches done and tokens per second of all workers together, since the watching began."""
-    first: list[tuple[float, int]] = []
-
-    def now() -> Progress:
-        found = look()
-        if not first:
-            first.append((time.monotonic(), found["tokens"]))
-        seconds, tokens = time.monotonic() - first[0][0], found["tokens"] - first[0][1]
-        words = f"batch {found['done_batches']}/{found['batches']}, {found['tokens']:,} tokens"
-        if tokens and seconds > 1:
-            words += f", {tokens / seconds:,.0f} tokens/s"
-        return Progress(found["tokens"], found["estimate"] or None, words)
-
-    return now
-
-
-def _training(run: Path) -> Callable[[], Progress]:
-    from headtrain.training import launch
-
-    def now() -> Progress:
-        row = launch.status(run)
-        if row is None:
-            return Progress()
-        words = [f"step {row['step']}"] if "step" in row else []
-        words += [f"loss {row['loss']:.3f}"] if isinstance(row.get("loss"), float) else []
-        words += [f"tau {row['tau']:.3f}"] if isinstance(row.get("tau"), float) else []
-        words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row.get("tokens_per_s") else []
-        return Progress(row.get("share") or 0, 1.0, ", ".join(words))
-
-    return now
-
-
-def _report(run: Path) -> Callable[[], Progress]:
-    folder = run / "report"
-
-    def now() -> Progress:
-        total = read_json(folder / "plan.json")["units"] if (folder / "plan.json").is_file() else 0
-        done = len(list((folder / "units").glob("*.json")))
-        return Progress(done, total or None, f"unit {done}/{total}" if total else "")
-
-    return now
-

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from headtrain import configload, evaluation, pipeline, stages
-from headtrain.config import ConfigError
 from headtrain.files import Manifest, claimed, read_json
 
 
@@ -279,12 +278,3 @@ def test_marked_text_shows_the_supervised_spans():
 
     ids = [ord(letter) for letter in "abcdef"]
     assert marked(Letters(), ids, [False, True, True, False, False, True]) == "a⟦bc⟧de⟦f⟧"
-
-
-def test_status_of_a_run_that_has_just_begun(tmp_path):
-    (tmp_path / "config.yaml").write_text("{}")
-    Manifest(tmp_path / "prompts").open("mark", {})
-    lines = pipeline.status(tmp_path).split("\n")
-    assert "under way" in lines[1] and all("not started" in line for line in lines[2:])
-    with pytest.raises(ConfigError, match="no run folder"):
-        pipeline.status(tmp_path / "nowhere")

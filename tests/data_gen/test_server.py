@@ -307,6 +307,33 @@ def test_a_row_that_no_server_answers_is_left_out_for_a_counted_reason(run, engi
     assert {Counter(one.asked + two.asked)[ids] for ids in by_prompt} == {5}
     assert sum(one.asked.count(ids) > 0 < two.asked.count(ids) for ids in by_prompt) >= 5  # one may be being checked
     assert caplog.text.count("is left out") == 5  # and the manifest counts them all
+    found = respond.status(stage.responses)
+    assert found["left_out"] == Counter(reasons) and found["prompts"] == found["of"] == 21
+    assert [sum(server[key] for server in found["servers"]["servers"]) for key in ("answered", "failed")] == [14, 35]
+
+
+def test_the_status_counts_what_is_settled_also_after_another_start(run, engines, served):
+    served.data.responses.patience = 0.2
+    (engine,) = engines("vllm")
+
+    def fail(ids, n):
+        engine.down = len(engine.asked) > 8
+
+    engine.fault = fail
+    stage = run(engine)
+    with pytest.raises(ServerError, match="no server was ready"):
+        stage.work()
+    before = respond.status(stage.responses)
+    (about,) = before["servers"]["servers"]
+    journal = [json.loads(line)["ids"] for line in (stage.responses / "answers.jsonl").read_text().splitlines()]
+    assert before["prompts"] == about["answered"] == len(journal) < before["of"] == 21
+    assert before["tokens"] == sum(map(len, journal)) < before["expected"] < before["estimate"]
+    assert not about["ready"] and "cannot be reached" in about["reason"]
+    engine.down, engine.fault = False, lambda ids, n: None
+    stage.whole()
+    after = respond.status(stage.responses)
+    assert after["prompts"] == 21 and after["done_batches"] == after["batches"]
+    assert after["tokens"] == after["expected"] == sum(len(ids) - first for ids, _, first in stage.rows().values())
 
 
 def test_a_batch_without_any_answer_is_captured_as_an_empty_one(run, engines, served, loopback, tiny_target):
