@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headtrain import vocabfile
-from headtrain.config import BORROWED, TAPPED, ConfigError, RecipeConfig, ShapeConfig
+from headtrain.config import BORROWED, TAPPED, ConfigError, HeadSection, RecipeConfig, ShapeConfig
 from headtrain.files import free_bytes, locate, read_json
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -157,12 +157,20 @@ def reachable_config(config: RecipeConfig) -> dict:
     return content.get("text_config", content)
 
 
+def tap_count(head: HeadSection) -> int:
+    return 0 if head.type not in TAPPED else len(head.taps) if head.taps is not None else 3
+
+
 def model_of(config: RecipeConfig) -> Model:
     shape, head = shape_of(config), config.head
+    if (draft_vocab := vocabfile.size_of(head.draft_vocab, shape.vocab)) > shape.vocab:
+        raise ConfigError(
+            f"head.draft_vocab={head.draft_vocab} exceeds the target's {shape.vocab} tokens; write `full` for all"
+        )
     return Model(
         shape=shape,
-        taps=0 if head.type not in TAPPED else len(head.taps) if head.taps is not None else 3,
-        draft_vocab=vocabfile.size_of(head.draft_vocab, shape.vocab),
+        taps=tap_count(head),
+        draft_vocab=draft_vocab,
         head_heads=head.heads or shape.heads,
         head_kv_heads=head.kv_heads or shape.kv_heads,
         head_dim=head.head_dim or shape.head_dim,
@@ -393,10 +401,12 @@ def _time_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
         assumed = f"{CPU_FLOPS / 1e9:.0f} GFLOP/s sustained by each core"
     what = {"local": "responses with captures", "server": "captures (besides the servers' time for the responses)"}
     what = what.get(config.data.responses.backend, "captures")
+    given = config.data.responses.backend == "given"
+    rows_by = "data.max_length, at most" if given else f"prompts of {PROMPT_TOKENS}"
     return [
         f"time       for {rows:,} rows: {what} {duration(found['answering'])}, training {training}",
-        f"           assumed: {assumed}, rows of {row_tokens(config):,} tokens (prompts of {PROMPT_TOKENS});",
-        "           answers that end early make a real run faster",
+        f"           assumed: {assumed}, rows of {row_tokens(config):,} tokens ({rows_by});",
+        f"           {'shorter rows' if given else 'answers that end early'} make a real run faster",
     ]
 
 

@@ -16,6 +16,7 @@ from headtrain import children, identity
 from headtrain.children import Progress, clock
 from headtrain.config import ConfigError, RecipeConfig
 from headtrain.files import Manifest, free_bytes, held, read_json
+from headtrain.plan import reachable_config, tap_count
 
 RECENT = 6  # units of a report by which its pace is taken
 Look = Callable[[], "State"]
@@ -90,8 +91,10 @@ def _captures(run: Path) -> Look:
     memory: dict[str, Any] = {}
 
     def now() -> State:
-        if not Manifest(run / "responses").data.get("complete"):
-            return State("under way", what="written along with the responses")
+        responses = Manifest(run / "responses").data
+        if not responses.get("complete"):
+            local = responses.get("made_from", {}).get("responses", {}).get("backend") == "local"
+            return State("under way", what="written along with the responses" if local else "after the responses")
         found = capture.status(run / "responses", run / "captures", memory)
         return _of_batches(found, found["estimate"], f"{found['rows']:,} of {found['of']:,} rows", run)
 
@@ -196,12 +199,11 @@ def _needs(config: RecipeConfig, run: Path, stages: dict[str, State]) -> None:
     else:
         found = respond.status(run / "responses")
         tokens, total = found["row_tokens"], found["rows_expected"]
-    hidden, taps = config.target.shape.hidden, config.head.taps
+    hidden = config.target.shape.hidden or reachable_config(config).get("hidden_size")
     if captures.bytes > 1 << 20 and tokens:
         captures.needs = round(captures.bytes / tokens * (total - tokens))
     elif hidden:
-        layers = len(taps) if taps is not None else 3
-        captures.needs = total * capture.bytes_per_token(hidden, layers, config.data.captures.dtype)
+        captures.needs = total * capture.bytes_per_token(hidden, tap_count(config.head), config.data.captures.dtype)
 
 
 def last_error(run: Path) -> str | None:

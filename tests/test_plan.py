@@ -156,6 +156,8 @@ def test_a_shape_left_out_is_read_from_the_models_config_or_asked_for(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": own}))
     model = plan.model_of(load(str(recipe)))
     assert (model.shape.kv_heads, model.shape.head_dim, model.draft_vocab) == (4, 16, 384)
+    with pytest.raises(ConfigError, match=r"head\.draft_vocab=385 exceeds the target's 384 tokens"):
+        plan.text(load(str(recipe), "head.draft_vocab=385"))
 
 
 def test_twice_the_rows_take_twice_the_time_and_disk():

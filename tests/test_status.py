@@ -27,7 +27,7 @@ def run(tmp_path):
     )
     Manifest(run / "prompts").open("p", {})
     Manifest(run / "prompts").finish({"read": 12, "prompts": 5}, {"duplicate": 7})
-    Manifest(run / "responses").open("r", {})
+    Manifest(run / "responses").open("r", {"responses": {"backend": "local"}})
     Manifest(run / "captures").open("c", {})
     (run / "responses" / "claims").mkdir()
     write_json(run / "responses" / "plan.json", {"backend": "local", "batches": PLAN, "left_out": {"too_long": 3}})
