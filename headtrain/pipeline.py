@@ -91,11 +91,16 @@ def train(config: RecipeConfig) -> None:
 
 
 def _train_as_rank(config: RecipeConfig) -> None:
+    first = int(os.environ["RANK"]) == 0
+    with opened(config) if first else contextlib.nullcontext(Job(prepared(config))) as job:
+        _train_here(job, first)
+
+
+def _train_here(job: Job, first: bool) -> None:
     from headtrain import stages
 
-    job = Job(prepared(config))
     job.need(DATA)
-    if int(os.environ["RANK"]) == 0:
+    if first:
         job.write_config()
         if job.open("training"):
             print(f"{job.run / 'training'} is complete; nothing to do")

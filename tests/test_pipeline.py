@@ -225,11 +225,14 @@ def test_a_finished_head_comes_back_with_its_settings_even_when_those_in_between
     assert "is gone" not in capsys.readouterr().out
 
 
-def test_two_runs_do_not_share_a_run_folder(headtrain, tmp_path):
+@pytest.mark.parametrize("command", ["fit", "train"])
+def test_two_runs_do_not_share_a_run_folder(command, headtrain, tmp_path, environment):
     (tmp_path / "run").mkdir()
     with claimed(tmp_path / "run" / ".lock") as mine:
         assert mine
-        done = headtrain("fit", "recipe=eagle3_llama8b", "smoke=true", f"run_dir={tmp_path / 'run'}")
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if command == "train" else {}
+        call = [command, "recipe=eagle3_llama8b", "smoke=true", f"run_dir={tmp_path / 'run'}"]
+        done = headtrain(*call, env=environment | launched)
     assert done.returncode == 2 and "another headtrain process works in it" in done.stderr
 
 
