@@ -150,7 +150,7 @@ def work(
         watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
         tensors = _capture(config, target, responses, rows, taps, meter)
         rows, tensors, left_out = keep_finite(rows, tensors, once_more(config, target, taps))
-        meter.tell()
+        meter.tell(left_out=left_out)
         told = facts(config, target, taps) | {"agreed": _agreed(tensors), "left_out": left_out}
         store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
         done += 1
