@@ -230,27 +230,25 @@ class Job:
 
         With responses that are answered again go the captures of the same batch.
         """
-        again: dict[str, str] = {}
-        for stage in STORES:
-            folder, manifest = self.run / stage, Manifest(self.run / stage)
-            if manifest.data.get("fingerprint") != self.marks[stage][0]:
-                continue
-            stale = {name: why for name, why in again.items() if (folder / name).is_file()}
-            found = stale | sums.damaged(folder, stage, manifest.data, print)
-            for name, why in found.items():
+        mine = [stage for stage in STORES if Manifest(self.run / stage).data.get("fingerprint") == self.marks[stage][0]]
+        found = {stage: sums.damaged(self.run / stage, stage, Manifest(self.run / stage).data, print) for stage in mine}
+        for name in found.get("responses", {}):
+            captured = name.replace("responses-", "captures-")
+            if captured != name and "captures" in found and (self.run / "captures" / captured).is_file():
+                found["captures"].setdefault(captured, "is of responses that are made again")
+        for stage, names in reversed(found.items()):
+            for name, why in names.items():
                 print(f"{stage}: {name} {why}; making it again")
-                (folder / name).unlink(missing_ok=True)
-                if stage == "responses" and name != "index.json":
-                    again[name.replace("responses", "captures")] = "is of responses that are made again"
-            if found:
-                (folder / "index.json").unlink(missing_ok=True)
-                manifest.reopen()
+                (self.run / stage / name).unlink(missing_ok=True)
+            if names:
+                (self.run / stage / "index.json").unlink(missing_ok=True)
+                Manifest(self.run / stage).reopen()
 
     def open(self, stage: str) -> bool:
         """Prepares the stage's folder; True when it is complete. A trained head moves with its training folder."""
         folder = self.run / stage
         before, mark = Manifest(folder).data.get("fingerprint"), self.marks[stage][0]
-        was_there = folder.is_dir()
+        was_there = folder.is_dir() and any(folder.iterdir())
         manifest = Manifest(folder)
         done = manifest.open(*self.marks[stage])
         if was_there and before != mark:

@@ -22,6 +22,7 @@ from headtrain.config import (
     ResponsesConfig,
     ShapeConfig,
 )
+from headtrain.files import room_for
 
 PROMPTS = "package:headtrain.data_gen/smoke_prompts.jsonl"
 SHAPE = ShapeConfig(layers=8, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=384)
@@ -102,8 +103,9 @@ def build_target(config: RecipeConfig, folder: Path) -> None:
                 parameter.mul_(3.0)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    with room_for(folder):
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)
