@@ -65,6 +65,8 @@ def test_eight_bits_take_half_and_have_nothing_smaller_to_name(monkeypatch):
     with pytest.raises(capture.DiskError) as error:
         estimate(monkeypatch, dtype="float8")
     assert "dtype=float8" not in str(error.value)
+    text = plan.text(configload.load("eagle3_llama8b", ["target.model=me/model", "data.captures.dtype=float8"]))
+    assert "captures   16,400 B per token (3 taps + last hidden, float8)" in text
 
 
 @pytest.mark.parametrize(("override", "said"), [("false", "does not start"), ("true", "starts all the same")])

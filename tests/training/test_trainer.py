@@ -268,3 +268,11 @@ def test_the_speed_in_the_log_is_that_of_the_steps_and_not_of_evaluations_betwee
 def test_a_run_whose_time_is_over_before_the_first_step_says_so(train, tmp_path, caplog):
     train(tmp_path, steps=None, seconds=1e-6)
     assert "train.seconds=1e-06 left no time for a step" in caplog.text
+
+
+def test_training_on_captures_in_eight_bits_goes_as_on_whole_ones(toy, train, tmp_path):
+    options = {"steps": 30, "eval_every": 30, "log_every": 10}
+    toy.make_run(tmp_path / "b", dtype="float8")
+    whole, eight = ([line for line in train(tmp_path / run, **options) if "loss" in line] for run in "ab")
+    for ours, theirs in zip(eight, whole, strict=True):
+        assert ours["loss"] != theirs["loss"] and ours["loss"] == pytest.approx(theirs["loss"], rel=0.03)

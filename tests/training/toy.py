@@ -55,7 +55,9 @@ def row(seed: int, prompt: int, answer: int):
     )
 
 
-def make_run(run: Path, train: int = 24, valid: int = 6, poison: tuple[int, ...] = ()) -> None:
+def make_run(
+    run: Path, train: int = 24, valid: int = 6, poison: tuple[int, ...] = (), dtype: str = "float32"
+) -> None:
     """Writes run/responses and run/captures. Training rows numbered in `poison` get taps that overflow in the head."""
     rows, infos = [], []
     for n in range(train + valid):
@@ -71,7 +73,7 @@ def make_run(run: Path, train: int = 24, valid: int = 6, poison: tuple[int, ...]
     responses = {name: flat[name] for name in ("ids", "supervised")}
     store.write_unit(run / "responses", "responses", 0, infos, responses, on_policy=True)
     store.write_index(run / "responses", "responses", 1)
-    facts = {"norm": "post_norm", "taps": list(range(1, TAPS + 1)), "hidden": HIDDEN, "dtype": "float32"}
+    facts = {"norm": "post_norm", "taps": list(range(1, TAPS + 1)), "hidden": HIDDEN, "dtype": dtype}
     store.write_unit(run / "captures", "captures", 0, infos, flat, **facts)
     store.write_index(run / "captures", "captures", 1)
 
