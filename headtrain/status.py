@@ -5,7 +5,10 @@ Reads only; of a run that is at work, that was killed, or that is finished. Impo
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -177,13 +180,18 @@ class Watch:
             state = self.looks[stage]()
             if not working:  # what was told is of the past
                 state.tokens_per_s = state.seconds_left = None
-        state.bytes = sum(path.stat().st_size for path in _files(self.run / stage))
+        state.bytes = _bytes(self.run / stage)
         return state
 
 
-def _files(folder: Path) -> list[Path]:
-    """Those that are still there when they are looked at."""
-    return [path for path in folder.rglob("*") if path.is_file()]
+def _bytes(folder: Path) -> int:
+    """Of all files in it. Files and folders may come and go meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def _needs(config: RecipeConfig, run: Path, stages: dict[str, State]) -> None:
@@ -224,6 +232,8 @@ def text(found: dict[str, Any]) -> str:
         about = "a headtrain process is working in it"
     elif opened:
         about = f"no headtrain process is working in it; the same command goes on with its {opened[0]}"
+    elif stages["report"].state == "complete":
+        about = "finished"
     else:
         about = "no headtrain process is working in it"
     lines = [f"run: {found['run_dir']}  ({about})"]
@@ -265,8 +275,6 @@ def as_json(found: dict[str, Any]) -> str:
 
 def show(run: Path, every: float | None = None, in_json: bool = False) -> None:
     """Prints how far a run is; with `every` again after so many seconds, until no process works in it any more."""
-    import sys
-
     watch = Watch(run)
     while True:
         found = watch.look()

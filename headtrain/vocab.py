@@ -93,9 +93,9 @@ def vocab(
     for one in asked:
         ids = draft_vocab(one, supervised_V, all_V, ends, mark)
         candidates.append(Candidate(one, ids, mapping(ids, V)[1]))
-    found = Found()
+    found, languages = Found(), Languages(tokenizer)
     for run, store in zip(runs, stores, strict=True):
-        _read(found, run, store, candidates, Languages(tokenizer), max(config.eval.k))
+        _read(found, run, store, candidates, languages, max(config.eval.k))
     lines = _text(found, candidates, config, runs, supervised_V, domains)
     if out:
         lines += ["", _write(out, candidates[asked.index(config.head.draft_vocab)], supervised_V, mark, runs, domains)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -152,6 +155,41 @@ def test_watching_ends_when_nobody_works_any_more(run, capsys):
     assert said.count("run: ") > 2 and said.count("no headtrain process is working") == 1
     assert time.monotonic() - began < 20
     worker.join()
+
+
+@pytest.fixture
+def restless(run):
+    """Files and folders of a stage come and go meanwhile."""
+    Manifest(run / "training").open("t", {})
+    stop = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            place = run / "training" / "checkpoints" / "step-1"
+            place.mkdir(parents=True)
+            for n in range(20):
+                (place / f"{n}.part").write_bytes(bytes(10))
+            shutil.rmtree(run / "training" / "checkpoints")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    yield
+    stop.set()
+    worker.join()
+
+
+def test_files_may_come_and_go_while_they_are_counted(run, restless):
+    watch, sizes = status.Watch(run), set()
+    for _ in range(60):
+        sizes.add(watch.look()["stages"]["training"].bytes)
+    assert len(sizes) > 1
+
+
+def test_nothing_heavy_is_imported(run, environment):
+    script = "import sys; from headtrain.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    call = [sys.executable, "-c", script, "status", f"run_dir={run}"]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, check=False)
+    assert "2 of 5 prompts" in done.stdout and done.stdout.endswith("False\n"), done.stderr
 
 
 @pytest.mark.parametrize("words", [["watch=0"], ["watch=soon"], ["watch=nan"], ["watch=inf"], ["json=yes"]])
