@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,9 +22,12 @@ from typing import Any
 from headtrain.config import DataConfig, PromptFilter, RecipeConfig
 from headtrain.data_gen import forms, readers
 from headtrain.data_gen.forms import Message, Reject
-from headtrain.files import Manifest, writing
+from headtrain.files import Manifest, read_json, write_json, writing
 
 log = logging.getLogger(__name__)
+
+TOLD = 1000  # rows after which it is looked whether to tell how many are read
+READING = "reading.json"  # that note
 
 # The banner that chat-sharing sites put in front of a conversation; it was no part of what the model saw.
 BANNERS = ("*This chat conversation is shared from [", "*This conversation is shared from [")
@@ -247,11 +251,14 @@ class Selection:
     """The prompts of all sources, in a temporary database on disk, so that memory does not grow with them.
 
     `counts` and `left_out` (reason → number): read = prompts + all left out. reject(**facts) is told of each row left
-    out: source, file, row, reason, and what `detail` helps to find the fault.
+    out: source, file, row, reason, and what `detail` helps to find the fault. tell(self) is called every TOLD rows.
     """
 
-    def __init__(self, data: DataConfig, reject: Callable[..., None] = lambda **facts: None):
-        self.data, self.reject = data, reject
+    def __init__(
+        self, data: DataConfig, reject: Callable[..., None] = lambda **facts: None,
+        tell: Callable[[Selection], None] = lambda found: None,
+    ):  # fmt: skip
+        self.data, self.reject, self.tell = data, reject, tell
         self.counts, self.left_out, self.notes = Counter(), Counter(), Counter()
         self.db = sqlite3.connect("", isolation_level=None)  # "": a file of SQLite's own, gone with the connection
         self.db.execute("PRAGMA synchronous=OFF")
@@ -274,6 +281,8 @@ class Selection:
         for file, found in readers.files(self.data.prompts[place]):
             for number, row in found:
                 self.counts["read"] += 1
+                if self.counts["read"] % TOLD == 0:
+                    self.tell(self)
                 if isinstance(row, forms.Broken) and self.left_out[row.reason] < 3:  # rejects.jsonl has them all
                     log.warning("%s: %s (%s); the other rows are kept", file, row.detail, row.reason)
                 try:
@@ -337,7 +346,7 @@ def gather(config: RecipeConfig, folder: str | Path) -> None:
         raise NoPrompts("data.prompts is empty: name at least one source, e.g. data.prompts=[{source: chats.jsonl}]")
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / "rejects.jsonl") as part, open(part, "w", encoding="utf-8") as handle:
-        found = Selection(config.data, lambda **facts: print(json.dumps(facts), file=handle))
+        found = Selection(config.data, lambda **facts: print(json.dumps(facts), file=handle), _teller(folder))
     counts, left_out = found.counts, found.left_out
     if not counts["prompts"]:
         reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common()) or "the sources are empty"
@@ -351,6 +360,25 @@ def gather(config: RecipeConfig, folder: str | Path) -> None:
             print(_line(prompt), file=handle)
     on_policy = config.data.responses.backend != "given" or own == counts["prompts"]
     Manifest(folder).finish(dict(counts), dict(left_out), on_policy=on_policy)
+    (folder / READING).unlink(missing_ok=True)
+
+
+def _teller(folder: Path) -> Callable[[Selection], None]:
+    """Notes how many rows are read, and left out, for whoever watches; at most every two seconds."""
+    last = [0.0]
+
+    def tell(found: Selection) -> None:
+        if time.monotonic() - last[0] >= 2:
+            last[0] = time.monotonic()
+            write_json(folder / READING, {"read": found.counts["read"], "left_out": dict(found.left_out)})
+
+    return tell
+
+
+def status(folder: str | Path) -> dict[str, Any]:
+    """{read, left_out} while rows are read."""
+    path = Path(folder) / READING
+    return read_json(path) if path.is_file() else {"read": 0, "left_out": {}}
 
 
 def _line(prompt: Prompt) -> str:

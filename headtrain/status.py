@@ -72,8 +72,21 @@ def progress_of(run: Path, stage: str) -> Callable[[], Progress]:
 
 def look_at(run: Path, stage: str) -> Look:
     """A function that looks at a stage under way; it remembers what need not be read again."""
-    looks = {"responses": _responses, "captures": _captures, "training": _training, "report": _report}
+    looks = {
+        "prompts": _prompts, "responses": _responses, "captures": _captures, "training": _training, "report": _report,
+    }  # fmt: skip
     return looks[stage](run) if stage in looks else lambda: State("under way")
+
+
+def _prompts(run: Path) -> Look:
+    from headtrain.data_gen import prompts
+
+    def now() -> State:
+        found = prompts.status(run / "prompts")
+        words = f"{found['read']:,} rows read" if found["read"] else ""
+        return State("under way", what=words, left_out=found["left_out"])
+
+    return now
 
 
 def _responses(run: Path) -> Look:

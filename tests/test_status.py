@@ -224,6 +224,29 @@ def test_status_does_not_keep_a_run_from_starting(tmp_path):
     assert not held(lock)
 
 
+def test_rows_that_are_read_are_counted_meanwhile(tmp_path, monkeypatch):
+    from headtrain.config import DataConfig, PromptSource, RecipeConfig
+    from headtrain.data_gen import prompts
+
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(f'{{"prompt": "What is {n}?"}}\n' if n % 3 else "{}\n" for n in range(40)))
+    Manifest(tmp_path / "run" / "prompts").open("p", {})
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    monkeypatch.setattr(prompts, "TOLD", 10)
+    seen, original = [], prompts.write_json
+
+    def told(path, value):
+        original(path, value)
+        seen.append(status.Watch(tmp_path / "run").look()["stages"]["prompts"])
+
+    monkeypatch.setattr(prompts, "write_json", told)
+    config = RecipeConfig(data=DataConfig(prompts=[PromptSource(str(source))]))
+    prompts.gather(config, tmp_path / "run" / "prompts")
+    assert [state.what for state in seen] == ["10 rows read"]  # the next would be due two seconds later
+    assert sum(seen[0].left_out.values()) == 3  # 0, 3 and 6 (9 is not looked at yet)
+    assert not (tmp_path / "run" / "prompts" / prompts.READING).exists()
+
+
 def test_training_and_report_under_way(run):
     (run / "training").mkdir()
     Manifest(run / "training").open("t", {})

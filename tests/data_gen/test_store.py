@@ -162,6 +162,10 @@ def test_token_counts_are_those_of_a_plain_counter(tmp_path):
     assert everything.tolist() == [plain_all[i] for i in range(50)]
     assert supervised.tolist() == [plain_supervised[i] for i in range(50)]
     assert int(opened.token_counts("valid", 50)[1].sum()) == 0
+    assert int(opened.token_counts("train", 50, {"other"})[1].sum()) == 0
+    streamed = ResponseStore(tmp_path)
+    streamed.token_counts("train", 50)
+    assert not streamed._open and "rows" not in vars(streamed)  # nothing that grows with the rows
     with pytest.raises(StoreError, match="the vocabulary has 10"):
         opened.token_counts("train", 10)
 
