@@ -196,7 +196,7 @@ def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, 
     assert read_json(run / "captures" / "index.json")["taps"] == [2, 4]
     assert len(list(run.glob("captures.old-*"))) == 1
     missing = headtrain("train", f"run_dir={run}", "smoke=true", "recipe=eagle3_qwen3_8b")
-    assert missing.returncode == 2 and "captures is missing, unfinished, or of other settings" in missing.stderr
+    assert missing.returncode == 2 and "captures is missing, unfinished, damaged, or of other" in missing.stderr
     launched = environment | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                               "MASTER_PORT": "29611"}  # fmt: skip
     arguments = ["train", f"run_dir={run}", "smoke=true", "recipe=eagle3_qwen3_8b", "head.taps=[1,3]"]
