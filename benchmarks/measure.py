@@ -1,4 +1,4 @@
-"""One measurement in one fresh process: a training step, decoding, or the machine's matmul speed.
+"""One measurement in one fresh process: a training step, decoding, generation, or the machine's matmul speed.
 
 `python -m benchmarks.measure '{"case": …, "repeats": 1, "seed": 0}'` prints one line of JSON.
 """
@@ -122,6 +122,14 @@ def main() -> None:
         from benchmarks.decode import measure
 
         print(json.dumps(measure(request["decode"])))
+    elif "generate" in request:
+        from benchmarks.generate import measure
+
+        print(json.dumps(measure(request["generate"])))
+    elif "loading" in request:
+        from benchmarks.loading import measure
+
+        print(json.dumps(measure(request["loading"])))
     else:
         torch.manual_seed(request["seed"])  # of the positions that are dropped
         print(json.dumps(measure_step(request["case"], request["repeats"])))

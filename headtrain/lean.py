@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headtrain.cache import KVCache
+from headtrain.native import MULTIPLE, WIDEST, attention_kernel
 from headtrain.packed import Product, can_pack, frozen_product, pack_linears
 from headtrain.target import Target, TargetStates
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 FEW = 16  # up to so many new tokens, the query heads of one key head stand as more queries of it
+QUERIES = 12  # up to so many of these queries, a kernel of our own does the attention
 Rotation = tuple[Tensor, Tensor]  # cos and sin [B, L, 1, D], sin with the sign of the half that it is multiplied with
 
 
@@ -105,6 +107,8 @@ class Lean:
         config = target.config
         self.kinds = getattr(config, "layer_types", None) or [""] * len(self.blocks)
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        size = self.blocks[0].head_dim
+        self.attend = None if size % MULTIPLE or size > WIDEST else attention_kernel()
 
     def __call__(
         self,
@@ -134,10 +138,15 @@ class Lean:
         return (cos_BLD[:, :, None], signed_BLD[:, :, None]), {kind: self._mask(m) for kind, m in masks.items()}
 
     def _mask(self, mask: Tensor | None) -> Tensor | None:
-        """None where one token sees everything; repeated where the heads stand as queries."""
+        """None where one token sees everything; fp32 [B, L, S] for the kernel; repeated where the heads are queries."""
         if mask is None or (mask.shape[2] == 1 and not mask.any()):
             return None
+        if self._by_kernel(mask.shape[2]):
+            return mask[:, 0].float().contiguous()
         return mask.repeat(1, 1, self.heads // self.key_heads, 1) if mask.shape[2] <= FEW else mask
+
+    def _by_kernel(self, length: int) -> bool:
+        return self.attend is not None and length * self.heads // self.key_heads <= QUERIES
 
     def run(self, block: _Block, x_BLH: Tensor, rotation: Rotation, mask: Tensor | None, cache: KVCache | None):
         """One block: the residual stream after it, [B, L, H]."""
@@ -157,6 +166,9 @@ class Lean:
         k, v = k_BLJD.transpose(1, 2), v_BLJD.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, block.index)
+        if self._by_kernel(length):
+            out_BLND = self.attend(q_BLND, k, v, mask, block.scaling)
+            return block.output(out_BLND.flatten(2).to(x_BLH.dtype))
         if length > FEW:
             q_BNLD = q_BLND.transpose(1, 2)
             out = F.scaled_dot_product_attention(q_BNLD, k, v, mask, scale=block.scaling, enable_gqa=n != j)
