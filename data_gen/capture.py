@@ -233,6 +233,7 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     from headtrain.data_gen import store
 
     batches = len(store.ResponseStore(responses_folder).index["files"])
+    claims.remove_parts(Path(captures_folder), "*.json")
     index = store.write_index(captures_folder, "captures", batches)
     counts = {name: sum(file[name] for file in index["files"]) for name in ("rows", "tokens", "supervised")}
     left_out = store.left_out(captures_folder, "captures", batches)

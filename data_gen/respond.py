@@ -321,6 +321,7 @@ def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: 
     """
     from headtrain.data_gen import store
 
+    claims.remove_parts(Path(responses_folder), "*.json")
     plan = read_json(Path(responses_folder) / "plan.json")
     index = store.write_index(responses_folder, "responses", len(plan["batches"]))
     rows = store.ResponseStore(responses_folder).rows

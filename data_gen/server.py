@@ -210,6 +210,7 @@ def work(
         batches = [n for n in range(len(plan["batches"])) if not (folder / claims.file_name("responses", n)).is_file()]
         for batch in batches:
             claims.remove_parts(folder, claims.file_name("responses", batch))
+        claims.remove_parts(folder / "claims", "*.json")
         asked = {batch: [known[row[0]] for row in plan["batches"][batch]] for batch in batches}
         journal = Journal(folder / JOURNAL, {prompt.id for batch in asked.values() for prompt in batch})
         most = sum(row[2] for batch in plan["batches"] for row in batch)

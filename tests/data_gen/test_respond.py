@@ -192,7 +192,11 @@ def test_a_restart_asks_only_what_is_missing_and_a_second_one_nothing(  # case 1
     }
     assert "was left half-written" in caplog.text and not list(places.responses.glob(".*.part"))
 
+    for folder in (places.responses, places.captures):  # a finish that was killed before
+        (folder / ".index.json.99999.part").write_text("{")
+        (folder / ".manifest.json.99999.part").write_text("{")
     counts = respond.finish(recipe, places.responses, places.captures)
+    assert not [*places.responses.rglob("*.part"), *places.captures.rglob("*.part")]
     rows = ResponseStore(places.responses).rows
     assert len({row.id for row in rows}) == len(rows) == 21
     assert all(row.supervised == 3 for row in rows)
