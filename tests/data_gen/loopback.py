@@ -28,7 +28,10 @@ def answer(ids: list[int], budget: int, vocab: int, end: int) -> tuple[list[int]
 
 
 class Engine:
-    """One server on a free port. `fault(ids, n)`: what is wrong with the n-th answer to a row's prompt, if anything."""
+    """One server on a free port. `fault(ids, n)`: what is wrong with the n-th answer to a row's prompt, if anything.
+
+    A fault is a name (see `_fail`), or what to do with the handler and the whole answer.
+    """
 
     def __init__(self, dialect: str, vocab: int, end: int, tokenizer: Any = None, port: int = 0):
         self.dialect, self.vocab, self.end, self.tokenizer = dialect, vocab, end, tokenizer
@@ -150,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _fail(self, fault: str | None, found: dict, n: int) -> None:
         """Answers, with one thing wrong."""
+        if callable(fault):
+            return fault(self, found)
         whole = json.dumps(found).encode()
         choice = found.get("choices", [found])[0]
         if fault and fault.isdecimal():

