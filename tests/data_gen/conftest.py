@@ -160,7 +160,7 @@ def served(recipe, monkeypatch):
     """The recipe, answered by servers that are retried without waiting."""
     monkeypatch.setattr(server, "FIRST_WAIT", 0.01)
     recipe.data.responses.backend, recipe.target.model = "server", "tiny"
-    recipe.data.responses.concurrency, recipe.data.responses.timeout = 4, 1.0
+    recipe.data.responses.concurrency, recipe.data.responses.timeout = 4, 10.0
     recipe.data.responses.patience = 5.0
     return recipe
 
