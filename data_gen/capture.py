@@ -5,8 +5,10 @@ The responses stage keeps the states of its own decode pass; the work here fills
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +134,6 @@ def work(
     Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
     """
     from headtrain.data_gen import store
-    from headtrain.lean import speed_up
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
     responses = store.ResponseStore(responses_folder)
@@ -140,46 +141,80 @@ def work(
     by_file: dict[str, list[store.RowInfo]] = {}
     for row in responses.rows:
         by_file.setdefault(row.file, []).append(row)
-    speed_up(target)
-    for batch in claims.unfinished(captures_folder, "captures", batches):
-        rows = by_file.get(claims.file_name("responses", batch), [])  # none: servers answered none of the batch
-        meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))
-        meter.tell()
-        begun = under_way(captures_folder, "captures")
-        tokens = sum(row.tokens for n in begun for row in by_file.get(claims.file_name("responses", n), []))
-        watch_disk(captures_folder, tokens * bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype))
-        tensors = _capture(config, target, responses, rows, taps, meter)
-        rows, tensors, left_out = keep_finite(rows, tensors, once_more(config, target, taps))
-        meter.tell(left_out=left_out)
-        told = facts(config, target, taps) | {"agreed": _agreed(tensors), "left_out": left_out}
-        store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
-        done += 1
+    dtypes = [config.data.captures.dtype]
+    if config.data.captures.backend == "vllm":
+        dtypes.append(config.target.dtype)  # of the files that it writes on the way
+    each = sum(bytes_per_token(target.hidden_size, len(taps), dtype) for dtype in dtypes)
+    with _reader(config, target, taps, captures_folder) as read:
+        for batch in claims.unfinished(captures_folder, "captures", batches):
+            rows = by_file.get(claims.file_name("responses", batch), [])  # none: servers answered none of the batch
+            meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))
+            meter.tell()
+            begun = under_way(captures_folder, "captures")
+            tokens = sum(row.tokens for n in begun for row in by_file.get(claims.file_name("responses", n), []))
+            watch_disk(captures_folder, tokens * each)
+            tensors = _capture(config, target, responses, rows, taps, meter, read)
+            rows, tensors, left_out = keep_finite(rows, tensors, lambda ids: next(read([ids]))[1])
+            meter.tell(left_out=left_out)
+            told = facts(config, target, taps) | {"agreed": _agreed(tensors), "left_out": left_out}
+            store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
+            done += 1
     return done
 
 
-def _capture(config, target, responses, rows, taps, meter) -> dict[str, Any]:
-    """The flat tensors of one capture file. Rows of like length share a forward of at most batch_tokens tokens."""
+@contextlib.contextmanager
+def _reader(config: RecipeConfig, target: Target, taps: tuple[int, ...], folder: Path) -> Iterator[Callable]:
+    """Yields read(rows), which yields (n, tensors of row n) of rows of token ids: by the target or by vLLM."""
+    from headtrain.data_gen.passes import buffer_dtype
+
+    dtype = buffer_dtype(config.data.captures.dtype)
+    if config.data.captures.backend == "local":
+        from headtrain.lean import speed_up
+
+        speed_up(target)
+        yield functools.partial(_read_here, config, target, taps, dtype)
+    else:
+        from headtrain.data_gen.vllm_states import Engine, scratch
+
+        with scratch(folder / "claims") as place:
+            yield functools.partial(Engine(config, target, taps, place).read, dtype)
+
+
+def _capture(config, target, responses, rows, taps, meter, read) -> dict[str, Any]:
+    """The flat tensors of one capture file."""
     import torch
 
-    from headtrain.data_gen.passes import StateBuffers, buffer_dtype, read_rows
+    from headtrain.data_gen.passes import buffer_dtype
 
-    read = [responses.read(row) for row in rows]
+    known = [responses.read(row) for row in rows]
     dtype = buffer_dtype(config.data.captures.dtype)
     if not rows:
-        return StateBuffers(0, 0, target, len(taps), dtype).flat() | {"supervised": torch.zeros(0, dtype=torch.bool)}
-    order = sorted(range(len(rows)), key=lambda n: (-rows[n].tokens, n))
+        hidden, ints = target.hidden_size, torch.zeros(0, dtype=torch.int32)
+        return {
+            "ids": ints, "taps": torch.zeros(0, len(taps), hidden, dtype=dtype), "argmax": ints.clone(),
+            "last": torch.zeros(0, hidden, dtype=dtype), "logsumexp": torch.zeros(0), "supervised": ints.bool(),
+        }  # fmt: skip
     parts: list[dict | None] = [None] * len(rows)
+    for n, part in read([row.ids for row in known]):
+        parts[n] = part
+        meter.add(rows[n].tokens)
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {**tensors, "supervised": torch.cat([row.supervised for row in known])}
+
+
+def _read_here(config, target, taps, dtype, rows) -> Iterator[tuple[int, dict[str, Any]]]:
+    """By the target itself. Rows of like length share a forward of at most batch_tokens tokens."""
+    from headtrain.data_gen.passes import read_rows
+
+    order = sorted(range(len(rows)), key=lambda n: (-len(rows[n]), n))
     while order:
-        count = max(1, min(len(order), config.data.responses.batch_tokens // rows[order[0]].tokens))
+        count = max(1, min(len(order), config.data.responses.batch_tokens // len(rows[order[0]])))
         group, order = order[:count], order[count:]
-        flat = read_rows(target, [read[n].ids for n in group], taps, dtype).flat()
+        flat = read_rows(target, [rows[n] for n in group], taps, dtype).flat()
         at = 0
         for n in group:
-            parts[n] = {name: tensor[at : at + rows[n].tokens] for name, tensor in flat.items()}
-            at += rows[n].tokens
-            meter.add(rows[n].tokens)
-    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return {**tensors, "supervised": torch.cat([row.supervised for row in read])}
+            yield n, {name: tensor[at : at + len(rows[n])] for name, tensor in flat.items()}
+            at += len(rows[n])
 
 
 def once_more(config: RecipeConfig, target: Target, taps: tuple[int, ...]) -> Callable[[Tensor], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headtrain.config import RecipeConfig
+from headtrain.config import ConfigError, RecipeConfig
 from headtrain.files import DiskFull, room_for
 from headtrain.hardware import gpu_ids
 
@@ -76,6 +77,23 @@ def workers(config: RecipeConfig) -> list[dict[str, str]]:
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} for n in range(count)]
     return [{"OMP_NUM_THREADS": str(max(1, cores // count)), "DS_ACCELERATOR": "cpu"} for _ in range(count)]
+
+
+def engines(config: RecipeConfig) -> list[dict[str, str]]:
+    """The environment of each process that holds a vLLM for the captures: as many devices as data.captures.engine says.
+
+    On a CPU one process with all cores. ConfigError for more devices than there are.
+    """
+    gpus = [] if config.target.device == "cpu" else gpu_ids()
+    sizes = {key: config.data.captures.engine.get(key, 1) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
+    each, asked = math.prod(sizes.values()), config.launch.workers
+    if not gpus:
+        return [{"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "DS_ACCELERATOR": "cpu"}]
+    if each > len(gpus):
+        keys = ", ".join(f"data.captures.engine.{key}={size}" for key, size in sizes.items() if size > 1)
+        raise ConfigError(f"{keys}: an engine would need {each} GPUs, and {len(gpus)} are here")
+    count = len(gpus) // each if asked == "auto" else min(int(asked), len(gpus) // each)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[n * each : (n + 1) * each])} for n in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------- running them

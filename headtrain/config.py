@@ -82,6 +82,8 @@ class ResponsesConfig:
 
 @dataclass
 class CapturesConfig:
+    backend: str = "local"  # local: the target as loaded here; vllm: its hidden-state extraction, for stored responses
+    engine: dict[str, Any] = field(default_factory=dict)  # vllm: options of vllm.LLM, such as tensor_parallel_size
     dtype: str = "bfloat16"  # of the stored hidden states; float8: half the disk, one scale per state
     allow_low_disk: bool = False  # start although the disk estimate exceeds the free space
 
@@ -272,6 +274,14 @@ TAPPED = ("eagle3", "peagle")  # head types that read taps; the others read the 
 BORROWED = ("eagle", "mtp")  # head types that draft with the target's own lm_head
 BY_DEPTH = ("medusa",)  # head types with an output of its own for each of head.unroll depths, and no layer that attends
 OF_SERVERS = ("model", "urls", "concurrency", "timeout", "tries", "patience")  # data.responses, of backend=server
+OF_ENGINE = (  # options of vllm.LLM that headtrain sets itself
+    "model", "tokenizer", "dtype", "revision", "trust_remote_code", "max_model_len", "skip_tokenizer_init",
+    "enable_prefix_caching", "speculative_config", "kv_transfer_config", "data_parallel_size",
+)  # fmt: skip
+CARRIED_OUT = (  # those in data.captures.engine that say how and where it works, and change no state
+    "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_num_seqs",
+    "max_num_batched_tokens", "enforce_eager", "cpu_offload_gb", "distributed_executor_backend", "disable_log_stats",
+)  # fmt: skip
 SCRATCH = "scratch"  # head.init_from of a head type that otherwise starts from what the target's checkpoint has
 ATTENDING = tuple(kind for kind in HEAD_TYPES if kind not in BY_DEPTH)
 # Head keys that only some types read; setting one for another type is an error.

@@ -13,6 +13,7 @@ from headtrain.config import (
     HEAD_DRAFTERS,
     HEAD_KEYS,
     HEAD_TYPES,
+    OF_ENGINE,
     OF_SERVERS,
     SCRATCH,
     TRAIN_KEYS,
@@ -85,6 +86,7 @@ RULES: dict[str, Rule] = {
     "data.responses.top_p": _number(0, 1, open_low=True),
     "data.responses.max_new_tokens": _COUNT,
     "data.responses.batch_tokens": _COUNT,
+    "data.captures.backend": _one_of("local", "vllm"),
     "data.captures.dtype": _one_of("float32", "bfloat16", "float16", "float8"),
     "head.type": _one_of(*HEAD_TYPES),
     "head.taps": _COUNT,
@@ -183,6 +185,7 @@ def validate(config: RecipeConfig) -> None:
         )
     _validate_data(config.data)
     _validate_servers(config)
+    _validate_engine(config)
     if shape.heads and shape.kv_heads and shape.heads % shape.kv_heads:
         raise ConfigError(f"target.shape.heads={shape.heads}: not a multiple of target.shape.kv_heads={shape.kv_heads}")
     if shape.experts and not (shape.experts_per_token and shape.expert_intermediate):
@@ -251,6 +254,25 @@ def _validate_servers(config: RecipeConfig) -> None:
         raise ConfigError(f"{where} needs data.responses.urls=[http://HOST:PORT,…]")
     elif config.target.adapter and not rule.model:
         raise ConfigError(f"target.adapter with {where}: set data.responses.model to the name it is served by")
+
+
+def _validate_engine(config: RecipeConfig) -> None:
+    rule, where = config.data.captures, "data.captures.backend=vllm"
+    if rule.backend != "vllm":
+        for key, value in rule.engine.items():
+            raise ConfigError(f"data.captures.engine.{key}={value}: set {where} too, or leave it out")
+    elif config.data.responses.backend == "local":
+        raise ConfigError(
+            f"{where} with data.responses.backend=local: the target's states are kept while it answers, so nothing is "
+            "left for vLLM to do; let servers answer (data.responses.backend=server), or leave it out"
+        )
+    elif config.target.adapter:
+        raise ConfigError(f"{where} with target.adapter: vLLM loads target.model; save it with the adapter merged")
+    for key, value in rule.engine.items():
+        if key in OF_ENGINE:
+            raise ConfigError(f"data.captures.engine.{key}={value}: headtrain sets this itself; leave it out")
+        if key.endswith("_parallel_size") and not (type(value) is int and value > 0):
+            raise ConfigError(f"data.captures.engine.{key}={value}: not allowed; allowed: 1 or more")
 
 
 def _validate_head(head: HeadSection, train: TrainConfig) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headtrain import vocabfile
-from headtrain.config import OF_SERVERS, SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
+from headtrain.config import CARRIED_OUT, OF_SERVERS, SCRATCH, DataConfig, PromptSource, RecipeConfig, TargetConfig
 from headtrain.data_gen.readers import is_hub_id
 from headtrain.eval.suites import parts
 from headtrain.files import fingerprint, locate, read_json, sha256_file, write_json
@@ -59,6 +59,10 @@ def stage_marks(
         model["chat_template"] = file_sha256(config.target.chat_template, "target.chat_template")
     if data.responses.backend != "local":  # no target is asked here, only its template
         model.pop("dtype"), model.pop("attn_implementation")
+    captures = {"dtype": data.captures.dtype}
+    if data.captures.backend != "local":
+        engine = {key: value for key, value in tree["data"]["captures"]["engine"].items() if key not in CARRIED_OUT}
+        captures |= {"backend": data.captures.backend, "engine": engine}
     made_from: dict[str, dict[str, Any]] = {
         "prompts": {**prompts, "answers": data.responses.backend == "given", "content": sources},
         "responses": {
@@ -68,7 +72,7 @@ def stage_marks(
             "seed": config.seed if data.responses.temperature > 0 else None,
         },
         "captures": {
-            "dtype": data.captures.dtype,
+            **captures,
             "taps": config.head.taps,
             "target": {**model, "dtype": config.target.dtype, "attn_implementation": config.target.attn_implementation},
         },

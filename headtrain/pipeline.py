@@ -304,13 +304,15 @@ class Job:
         """(stages one after another in a process, environment of each such process), in the order to run them."""
         many = children.workers(self.config)
         answering = many if self.config.data.responses.backend == "local" else many[:1]
+        by_vllm = self.config.data.captures.backend == "vllm"
+        capturing = children.engines(self.config) if by_vllm and "captures" in missing else many
         unbuilt = self.config.smoke and not Path(self.config.target.model or "", "config.json").is_file()
         first = ["smoke_target"] if unbuilt else []
         groups = [
-            ([*first, "check", "prompts"], [LIGHT]), (["responses"], answering), (["captures"], many),
+            ([*first, "check", "prompts"], [LIGHT]), (["responses"], answering), (["captures"], capturing),
             (["training"], []), (["report"], many), (["export"], [LIGHT]),
         ]  # fmt: skip
-        if len(many) == 1:  # one process loads its libraries once
+        if len(many) == 1 and not by_vllm:  # one process loads its libraries once
             groups = [
                 ([*first, "check", *DATA], many), (["training"], []), (["report", "export"], many)
             ]  # fmt: skip

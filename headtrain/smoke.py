@@ -55,6 +55,7 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     if config.data.responses.backend == "server":  # a smoke run needs no network
         asked = config.data.responses
         small.data.responses = ResponsesConfig(temperature=asked.temperature, top_p=asked.top_p)
+    small.data.captures.backend, small.data.captures.engine = "local", {}
     small.data.responses.max_new_tokens, small.data.responses.batch_tokens = 24, 2048
     head, train = small.head, small.train
     head.draft_vocab = "full" if config.head.draft_vocab == "full" else 128

@@ -89,6 +89,10 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
         from headtrain.data_gen import server
 
         server.check(config, tokenizer, text.vocab_size, server.end_ids(config.target, text, tokenizer))
+    if "captures" in coming and config.data.captures.backend == "vllm":
+        from headtrain.data_gen import vllm_states
+
+        vllm_states.check(config)
     most = getattr(text, "max_position_embeddings", None)
     if "responses" in coming and most and config.data.max_length > most:
         raise ConfigError(f"data.max_length={config.data.max_length}: the target has {most} positions")
@@ -223,7 +227,12 @@ def captures(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
     folders = run / "responses", run / "captures"
     if capture.missing(*folders):
-        target = Target.load(config.target)
+        if config.data.captures.backend == "local":
+            target = Target.load(config.target)
+        else:
+            from headtrain.data_gen.vllm_states import load_ends
+
+            target = load_ends(config.target)
         capture.work(config, target, *folders, taps_of(config, target.num_layers))
     with locked(run / "captures" / ".lock"):
         if not capture.missing(*folders) and not Manifest(run / "captures").data.get("complete"):

@@ -79,12 +79,17 @@ class Stored:
 
     def norm_weight(self, norm: nn.Module) -> Tensor:
         """What a norm multiplies each dimension with, float32 [T]: some families store it less 1, some have none."""
-        name, norm = self._name(norm), copy.deepcopy(norm).to_empty(device="cpu").float()
-        for key, parameter in norm.named_parameters():
-            parameter.data.copy_(self.read(f"{name}.{key}"))
+        norm = self.loaded(norm, "cpu", torch.float32)
         width = self.model.get_input_embeddings().weight.shape[1]
         probe = 1024.0 * torch.tensor([1.0, -1.0]).repeat(width)[:width]  # so large that eps does not count
         return ((norm(probe) - norm(-probe)) / 2 * probe.sign()).detach()
+
+    def loaded(self, module: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+        """A copy of a module of the model, with its stored tensors."""
+        name, copied = self._name(module), copy.deepcopy(module).to_empty(device=device).to(dtype)
+        for key, parameter in copied.named_parameters():
+            parameter.data.copy_(self.read(f"{name}.{key}"))
+        return copied
 
     def _name(self, module: nn.Module) -> str:
         return next(name for name, found in self.model.named_modules() if found is module)

@@ -372,26 +372,31 @@ def with_template(tokenizer: Any, config: TargetConfig) -> Any:
 
 def load_parts(config: TargetConfig) -> TargetParts:
     """Reads the embedding, lm_head and final norm of a target from its safetensors files, without loading the rest."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
-
-    path = model_path(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
-        model_config = AutoConfig.from_pretrained(path, **options)
-        check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], model_config.get_text_config())
-        tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
-        with torch.device("meta"):
-            target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
-        with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
-            target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
-        stored = Stored(path, config.revision, target.model)
+        target, stored = outline(config)
         tensors = {**stored.ends(target.embed, target.lm_head, config), "norm_weight": stored.norm_weight(target.norm)}
     except (OSError, ValueError) as error:
         raise TargetError(f"target.model={config.model}: {error}") from error
     return TargetParts(
-        config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config, texts=text_marks(tokenizer),
-        **tensors,
+        config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config,
+        texts=text_marks(target.tokenizer), **tensors,
     )  # fmt: skip
+
+
+def outline(config: TargetConfig) -> tuple[Target, Stored]:
+    """The target without weights (on the meta device), and its stored tensors. OSError or ValueError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+    path = model_path(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    model_config = AutoConfig.from_pretrained(path, **options)
+    check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], model_config.get_text_config())
+    tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
+    with torch.device("meta"):
+        target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
+    with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
+        target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
+    return target, Stored(path, config.revision, target.model)
 
 
 def _code(config: TargetConfig) -> dict[str, bool]:

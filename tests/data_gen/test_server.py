@@ -2,8 +2,8 @@
 
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -375,38 +375,49 @@ def test_a_run_killed_at_any_moment_loses_no_finished_response_and_repeats_none(
     assert len(engine.asked) <= 21 + 2 * kills and len(lines(stage.responses / server.JOURNAL)) == 21
 
 
-def test_a_server_killed_and_started_anew_changes_nothing(run, engines, target, tiny_folder, loopback, monkeypatch):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_servers_killed_at_random_moments_and_started_anew_change_nothing(
+    seed, run, target, tiny_folder, loopback, monkeypatch
+):
     monkeypatch.setattr(server, "LONGEST_WAIT", 0.1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(LOOPBACK), str(port), "vllm", str(target.vocab_size), "1", str(tiny_folder)]
+    chance, running = random.Random(seed), {}
 
-    def start():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        process.stdout.readline()
-        return process
+    def start(port=0):
+        end = [str(target.vocab_size), "1", str(tiny_folder)]
+        process = subprocess.Popen(
+            [sys.executable, str(LOOPBACK), str(port), "vllm", *end], stdout=subprocess.PIPE, text=True
+        )
+        url = process.stdout.readline().strip()
+        running[url] = process
+        return SimpleNamespace(url=url)
 
-    stage = run(SimpleNamespace(url=f"http://127.0.0.1:{port}"))
-    stage.recipe.data.responses.patience = 60.0
-    first, child = start(), os.fork()
-    if child == 0:
-        try:
-            stage.work()
-        finally:
-            os._exit(0)
-    until = time.monotonic() + 60
-    while len(lines(stage.responses / server.JOURNAL)) < 3 and time.monotonic() < until:
-        time.sleep(0.01)
-    first.kill()
-    first.wait()
-    second = start()
-    os.waitpid(child, 0)
-    second.kill()
-    second.wait()
+    try:
+        stage = run(start(), start())
+        stage.recipe.data.responses.patience, stage.recipe.data.responses.concurrency = 60.0, 1
+        journal, killed_at = stage.responses / server.JOURNAL, []
+        if (child := os.fork()) == 0:
+            try:
+                stage.work()
+            finally:
+                os._exit(0)
+        for enough in (1, 4, 8):
+            until = time.monotonic() + 60
+            while len(lines(journal)) < enough and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 0.3))
+            url = chance.choice(list(running))
+            running[url].kill()
+            running[url].wait()
+            killed_at.append(len(lines(journal)))
+            start(int(url.rpartition(":")[2]))
+        os.waitpid(child, 0)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
     stage.finish()
-    assert stage.rows() == stage.expected(loopback)
-    assert sorted(lines(stage.responses / server.JOURNAL)) == sorted(stage.rows())
+    assert stage.rows() == stage.expected(loopback) and killed_at[-1] < len(stage.rows())
+    assert sorted(lines(journal)) == sorted(stage.rows())  # each once
 
 
 def test_a_line_that_a_crash_cut_or_damaged_is_asked_for_again(run, engines, loopback, caplog):

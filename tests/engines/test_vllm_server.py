@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -15,10 +16,15 @@ from contextlib import suppress
 import pytest
 
 from headtrain.config import DataConfig, PromptSource, RecipeConfig, ResponsesConfig, ShapeConfig, TargetConfig
+from headtrain.data_gen import server
 
 pytestmark = pytest.mark.engines
 
 QUESTIONS = 24
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,38 +38,66 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def url(folder, tmp_path_factory):
-    """Where a vLLM of this target listens."""
-    pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-engines` has it")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--max-num-seqs", "4", "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    more = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with open(log, "w") as out:
-        server = subprocess.Popen(command, env=os.environ | more, stdout=out, stderr=out, start_new_session=True)
-    found, until = f"http://127.0.0.1:{port}", time.monotonic() + 400
-    try:
+class Server:
+    """A vLLM server of a target, on a port of its own, that can be killed and started again."""
+
+    def __init__(self, folder, log):
+        pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-engines` has it")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.log, self.process = f"http://127.0.0.1:{port}", log, None
+        self.command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+            "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+            "--max-num-seqs", "4", "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port),
+        ]  # fmt: skip
+
+    def start(self):
+        with open(self.log, "a") as out:
+            self.process = subprocess.Popen(
+                self.command, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True
+            )
+        return self
+
+    def wait(self):
+        """Until it answers."""
+        until = time.monotonic() + 400
         while time.monotonic() < until:
-            assert server.poll() is None, log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
             with suppress(OSError):
-                urllib.request.urlopen(f"{found}/health", timeout=5).close()
-                break
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return self
             time.sleep(1)
-        yield found
-    finally:
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def kill(self):
+        """As kill -9 does, with the processes that it started."""
         with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(folder, tmp_path_factory):
+    """Two servers of the target: the first one runs, the second one is not started yet."""
+    root = tmp_path_factory.mktemp("log")
+    both = [Server(folder, root / f"{n}.log") for n in range(2)]
+    try:
+        both[0].start().wait()
+        yield both
+    finally:
+        for server in both:
+            if server.process:
+                server.kill()
+
+
+@pytest.fixture
+def url(servers):
+    """Where a vLLM of this target listens."""
+    if servers[0].process.poll() is not None:
+        servers[0].start().wait()
+    return servers[0].url
 
 
 @pytest.fixture
@@ -113,3 +147,34 @@ def test_sampled_answers_of_a_vllm_server_come_back_the_same_with_the_same_seed(
     first, _ = answers("first", ResponsesConfig("server", [url], **rule))
     again, _ = answers("again", ResponsesConfig("server", [f"{url}/v1"], **rule))
     assert first == again and len({tuple(ids[-20:]) for ids, _ in first.values()}) > 20
+
+
+def test_servers_killed_while_they_answer_lose_and_repeat_nothing(
+    servers, url, answers, tmp_path, monkeypatch, caplog, ledger
+):
+    """The first one is killed with -9, the second takes over, is killed too, and the first comes back."""
+    monkeypatch.setattr(server, "LONGEST_WAIT", 2.0)
+    budget = {"max_new_tokens": 100, "batch_tokens": 1000}
+    journal, at_kill = tmp_path / "killed" / "responses" / server.JOURNAL, []
+
+    def kill_twice():
+        for enough, one, other in ((4, *servers), (12, *servers[::-1])):
+            while not journal.is_file() or journal.read_bytes().count(b"\n") < enough:
+                time.sleep(0.02)
+            one.kill()
+            at_kill.append(journal.read_bytes().count(b"\n"))
+            other.start()
+
+    killer = threading.Thread(target=kill_twice, daemon=True)
+    killer.start()
+    rule = ResponsesConfig("server", [s.url for s in servers], concurrency=2, tries=50, **budget)
+    theirs, manifest = answers("killed", rule)
+    killer.join(timeout=60)
+    asked = [json.loads(line)["id"] for line in journal.read_text().splitlines()]
+    assert len(asked) == len(set(asked)) == QUESTIONS - 1 and set(asked) == theirs.keys()
+    assert 4 <= at_kill[0] < 12 <= at_kill[1] < QUESTIONS - 1 and manifest["left_out"] == {}
+    for one in servers:
+        assert f"{one.url} is back" in caplog.text
+    assert theirs == answers("whole", ResponsesConfig(**budget))[0]
+    first, second = at_kill
+    ledger.append(f"vLLM servers killed with -9 after {first} and {second} of {len(asked)} responses: all kept once")
