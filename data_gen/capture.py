@@ -118,6 +118,7 @@ def facts(config: RecipeConfig, target: Target, taps: tuple[int, ...]) -> dict[s
     return {
         "norm": "post_norm", "taps": list(taps), "dtype": config.data.captures.dtype, "hidden": target.hidden_size,
         "vocab": target.vocab_size, "argmax": True, "logsumexp": True,
+        **({"quantised": words} if (words := getattr(target, "quantised", None)) else {}),
     }  # fmt: skip
 
 
@@ -134,6 +135,7 @@ def work(
     Returns the number of batches this process did. progress(tokens of the batch done, tokens of the batch).
     """
     from headtrain.data_gen import store
+    from headtrain.team import shared
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
     responses = store.ResponseStore(responses_folder)
@@ -141,14 +143,16 @@ def work(
     by_file: dict[str, list[store.RowInfo]] = {}
     for row in responses.rows:
         by_file.setdefault(row.file, []).append(row)
+    team = getattr(target, "team", None)
+    lead = claims.leads(team)
     dtypes = [config.data.captures.dtype]
     if config.data.captures.backend == "vllm":
         dtypes.append(config.target.dtype)  # of the files that it writes on the way
     each = sum(bytes_per_token(target.hidden_size, len(taps), dtype) for dtype in dtypes)
     with _reader(config, target, taps, captures_folder) as read:
-        for batch in claims.unfinished(captures_folder, "captures", batches):
+        for batch in shared(team, claims.unfinished(captures_folder, "captures", batches)):
             rows = by_file.get(claims.file_name("responses", batch), [])  # none: servers answered none of the batch
-            meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows))
+            meter = claims.Meter(captures_folder, batch, progress, sum(row.tokens for row in rows), tells=lead)
             meter.tell()
             begun = under_way(captures_folder, "captures")
             tokens = sum(row.tokens for n in begun for row in by_file.get(claims.file_name("responses", n), []))
@@ -157,7 +161,8 @@ def work(
             rows, tensors, left_out = keep_finite(rows, tensors, lambda ids: next(read([ids]))[1])
             meter.tell(left_out=left_out)
             told = facts(config, target, taps) | {"agreed": _agreed(tensors), "left_out": left_out}
-            store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
+            if lead:
+                store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
             done += 1
     return done
 

@@ -54,6 +54,11 @@ def remove_parts(folder: Path, name: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def leads(team: Any) -> bool:
+    """Whether this process writes what its team (headtrain/team.py; None: itself alone) makes."""
+    return team is None or team.first
+
+
 class Meter:
     """Counts a worker's tokens and tells whoever watches, in `claims/<name>.json`, at most every two seconds.
 
@@ -61,12 +66,15 @@ class Meter:
     up a note cut short. `facts`: what is told besides.
     """
 
-    def __init__(self, folder: Path, name: int | str, progress: Any, estimate: int, tokens: int = 0):
-        """tokens: of earlier runs."""
+    def __init__(
+        self, folder: Path, name: int | str, progress: Any, estimate: int, tokens: int = 0, tells: bool = True
+    ):
+        """tokens: of earlier runs. tells: False for all but one process of a team."""
         self.path = folder / "claims" / f"{name}.json"
         self.progress, self.estimate, self.pace = progress, estimate, PACES.setdefault(folder, Pace())
         self.tokens, self.started, self.told = tokens, time.monotonic(), 0.0
         self.facts: dict[str, Any] = {}
+        self.tells = tells
 
     def add(self, tokens: int) -> None:
         self.tokens += tokens
@@ -76,6 +84,8 @@ class Meter:
 
     def tell(self, **facts: Any) -> None:
         self.told = time.monotonic()
+        if not self.tells:
+            return
         self.facts |= facts
         note = {"pid": os.getpid(), "tokens": self.tokens, "seconds": self.told - self.started, "at": time.time()}
         write_json(self.path, note | {"rate": self.pace.rate(), **self.facts})

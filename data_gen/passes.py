@@ -125,10 +125,10 @@ def _choose(target: Target, last_BH: Tensor, how: Sampling, rows_B: Tensor, step
     """(next tokens, argmax, logsumexp) after the given states."""
     if how.temperature == 0:
         argmax_B, logsumexp_B = choices(target, last_BH)
-        return argmax_B, argmax_B, logsumexp_B
+        return target.agreed(argmax_B), argmax_B, logsumexp_B
     logits_BV = target.logits(last_BH).float()
     tokens_B = sample(logits_BV, how.temperature, how.top_p, how.uniform_BS[rows_B, step])
-    return tokens_B, *_top(logits_BV)
+    return target.agreed(tokens_B), *_top(logits_BV)
 
 
 def shared_prefix(prompts: list[list[int]]) -> int:
@@ -214,7 +214,7 @@ def answer(
     cache, last_BH = _prefill(target, kept, prompts, slots, taps)
     rows_B, slots_B = torch.arange(len(prompts), device=device), starts_B.clone()
     if how.temperature == 0:
-        tokens_B = kept.argmax_BS[rows_B, slots_B - 1].long()
+        tokens_B = target.agreed(kept.argmax_BS[rows_B, slots_B - 1].long())
     else:
         tokens_B = _choose(target, last_BH, how, rows_B, 0)[0]
     done_B = torch.zeros_like(stopped_B)

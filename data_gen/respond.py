@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen import capture, chat, claims, prompts, turns
+from headtrain.data_gen.claims import leads
 from headtrain.files import Manifest, free_bytes, read_json, sha256_file, write_json
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def work(
     far, at most).
     """
     from headtrain.lean import speed_up
+    from headtrain.team import shared
 
     responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
     job = _Job(config, target, responses_folder, captures_folder, tuple(taps))
@@ -144,7 +146,8 @@ def work(
     open_batches = {
         n for n in range(len(plan["batches"])) if not (responses_folder / claims.file_name("responses", n)).is_file()
     }
-    if not open_batches:
+    team = getattr(target, "team", None)  # of processes that run one target together
+    if not (team.agree(open_batches) if team else open_batches):
         log.info("all %d batches are answered already; nothing to do", len(plan["batches"]))
         return 0
     log.info(estimate_disk(config, target.hidden_size, len(taps), plan, captures_folder, open_batches))
@@ -158,9 +161,10 @@ def work(
     if plan["backend"] == "local":
         speed_up(target)
     done = 0
-    for batch in claims.unfinished(responses_folder, "responses", len(plan["batches"]), captures_folder):
+    unfinished = claims.unfinished(responses_folder, "responses", len(plan["batches"]), captures_folder)
+    for batch in shared(team, unfinished):
         rows = plan["batches"][batch]
-        meter = claims.Meter(responses_folder, batch, progress, sum(row[2] for row in rows))
+        meter = claims.Meter(responses_folder, batch, progress, sum(row[2] for row in rows), tells=leads(team))
         asked = [known[row[0]] for row in rows]
         if plan["backend"] == "given":
             _write_given(job, batch, asked, meter, on_policy=plan.get("retokenised") == 0)
@@ -209,6 +213,8 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Me
     rows = [row for prompt, own in found for row in _infos(prompt, own)]
     tensors["supervised"] = torch.tensor([mark for _, own in found for row in own for mark in row.supervised()])
     kept, finite, not_finite = capture.keep_finite(rows, tensors, capture.once_more(config, target, taps))
+    if not leads(target.team):
+        return
     told = capture.facts(config, target, taps) | {"left_out": not_finite}
     store.write_unit(job.captures_folder, "captures", batch, kept, finite, **told)
     small = {name: tensors[name] for name in ("ids", "supervised")}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every layer, [B, J, S, D] each, allocated when a layer first writes.
+    """Keys and values of every layer, [B, J, S, D] each, allocated when a layer first writes, on that layer's device.
 
     `capacity` is the number of slots S of a row, including room for draft tokens and padding.
     """
@@ -29,6 +29,7 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
         self._slots_BL: Tensor | None = None
         self._rows_B1: Tensor | None = None
+        self._where: dict[torch.device, tuple[Tensor, Tensor]] = {}  # rows and slots of the running forward
         self._start: int | None = None  # one row on a CPU: where its new slots, which are neighbours, begin
         self._window = 0  # slots visible to the running forward
 
@@ -40,16 +41,19 @@ class KVCache:
         self._start = int(slots_BL[0, 0]) if self.batch == 1 and slots_BL.device.type == "cpu" else None
         if self._rows_B1 is None:
             self._rows_B1 = torch.arange(self.batch, device=slots_BL.device)[:, None]
+        self._where = {slots_BL.device: (self._rows_B1, slots_BL)}
 
     def update(self, key_BJLD: Tensor, value_BJLD: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Stores the new keys and values; returns all visible ones, [B, J, window, D]. Called by the model's layers."""
         if layer_idx not in self.keys:
             for store, new in ((self.keys, key_BJLD), (self.values, value_BJLD)):
                 store[layer_idx] = new.new_zeros(self.batch, new.shape[1], self.capacity, new.shape[3])
+        if (device := key_BJLD.device) not in self._where:
+            self._where[device] = self._rows_B1.to(device), self._slots_BL.to(device)
         out = []
         for store, new in ((self.keys[layer_idx], key_BJLD), (self.values[layer_idx], value_BJLD)):
             if self._start is None:
-                store.transpose(1, 2)[self._rows_B1, self._slots_BL] = new.transpose(1, 2)
+                store.transpose(1, 2)[self._where[device]] = new.transpose(1, 2)
             else:
                 store[:, :, self._start : self._start + new.shape[2]] = new
             out.append(store[:, :, : self._window])
@@ -59,7 +63,7 @@ class KVCache:
         """Keeps only the given rows, in the given order (when some requests have finished)."""
         for store in (self.keys, self.values):
             for layer, tensor in store.items():
-                store[layer] = tensor[rows]
+                store[layer] = tensor[rows.to(tensor.device)]
         self.batch, self._rows_B1 = len(rows), None
 
     # What transformers asks of a cache besides update().
@@ -90,17 +94,17 @@ class StateCache(KVCache):
         """A cache of the given rows alone, which starts from their rows of `states`."""
         part = StateCache(len(rows), self.capacity)
         for mine, theirs in ((part.keys, self.keys), (part.values, self.values), (part.states, states)):
-            mine.update({key: tensor[rows] for key, tensor in theirs.items()})
+            mine.update({key: tensor[rows.to(tensor.device)] for key, tensor in theirs.items()})
         return part
 
     def put_states(self, rows: Tensor, part: StateCache) -> None:
         """Takes over the states that the given rows have reached in a `part`."""
         for key, state in part.states.items():
-            self.states[key][rows] = state
+            self.states[key][rows.to(state.device)] = state
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
-        self.states = {key: state[rows] for key, state in self.states.items()}
+        self.states = {key: state[rows.to(state.device)] for key, state in self.states.items()}
 
     # What transformers' layers with a state ask of a cache.
     def is_recording_past(self, *_) -> bool:

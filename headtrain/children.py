@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,23 +61,46 @@ class Progress:
 
 # ------------------------------------------------------------------------------------------------- how many
 
-def workers(config: RecipeConfig) -> list[dict[str, str]]:
+def workers(config: RecipeConfig, teams: bool = True) -> list[dict[str, str]]:
     """The environment of each worker process of the data stages and of evaluation.
 
-    On GPUs one device each; on a CPU an equal share of the cores as threads each.
+    On GPUs target.gpus devices each; on a CPU an equal share of the cores as threads each. With target.split=tensor a
+    team of target.gpus processes takes a worker's place (teams=False: evaluation's do not). ConfigError where there are
+    fewer devices than one worker needs.
     """
     gpus = [] if config.target.device == "cpu" else gpu_ids()
-    cores = len(os.sched_getaffinity(0))
-    asked = config.launch.workers
+    cores, asked, each = len(os.sched_getaffinity(0)), config.launch.workers, config.target.gpus
+    team = each if teams and config.target.split == "tensor" else 1
+    parts = shares(gpus, each)
     if asked != "auto":
         count = int(asked)
-    elif config.smoke:
+    elif config.smoke or (not gpus and (config.target.cpu_memory or team > 1)):
         count = 1
     else:
-        count = len(gpus) or cores
+        count = len(parts) or cores
     if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} for n in range(count)]
-    return [{"OMP_NUM_THREADS": str(max(1, cores // count)), "DS_ACCELERATOR": "cpu"} for _ in range(count)]
+        found = [{"CUDA_VISIBLE_DEVICES": parts[n % len(parts)]} for n in range(count)]
+    else:
+        threads = str(max(1, cores // (count * team)))
+        found = [{"OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"} for _ in range(count)]
+    return found if team == 1 else [env for one in found for env in _team(one, team)]
+
+
+def shares(gpus: list[str], each: int) -> list[str]:
+    """The devices in groups of `each`, as CUDA_VISIBLE_DEVICES takes them. ConfigError where there is not one."""
+    if gpus and len(gpus) < each:
+        raise ConfigError(f"target.gpus={each}: this machine has {len(gpus)} CUDA devices")
+    return [",".join(gpus[n : n + each]) for n in range(0, len(gpus) - each + 1, each)]
+
+
+def _team(one: dict[str, str], size: int) -> list[dict[str, str]]:
+    """The environments of processes that share a worker's devices and find each other at a port of their own."""
+    devices = one.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+    own = [{"CUDA_VISIBLE_DEVICES": devices[n]} if devices[0] else {} for n in range(size)]
+    return [one | own[n] | meet | {"RANK": str(n), "LOCAL_RANK": "0"} for n in range(size)]
 
 
 def engines(config: RecipeConfig) -> list[dict[str, str]]:

@@ -39,6 +39,10 @@ class TargetConfig:
     adapter_revision: str | None = None  # commit, branch or tag of a Hub adapter
     dtype: str = "bfloat16"  # of the forward pass in data stages (evaluation has its own); auto = see train.precision
     device: str = "auto"  # auto = cuda when there is one, else cpu
+    gpus: int = 1  # CUDA devices that the target lies on together
+    split: str = "layers"  # layers: whole blocks on each, in one process; tensor: parts of every matrix, a process each
+    gpu_memory: float | None = None  # GB of weights on each, at most; the rest waits in the CPU's memory (slow)
+    cpu_memory: float | None = None  # GB of weights there, at most; the rest is read from the target's files (slower)
     attn_implementation: str = "headtrain"  # our registered attention, or any name transformers knows
     chat_template: str | None = None  # file with the chat template that is served, instead of the tokenizer's own
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, such as enable_thinking

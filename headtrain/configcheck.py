@@ -24,6 +24,7 @@ from headtrain.config import (
     RecipeConfig,
     ResponsesConfig,
     ShapeConfig,
+    TargetConfig,
     TrainConfig,
 )
 from headtrain.engines import EXPORT_FORMATS
@@ -65,6 +66,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("target.shape.shared_experts", "target.shape.dense_layers"), _number(0)),
     "target.dtype": _one_of("auto", "float32", "bfloat16", "float16"),
     "target.device": _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:N"),
+    "target.gpus": _COUNT,
+    "target.split": _one_of("layers", "tensor"),
+    **dict.fromkeys(("target.gpu_memory", "target.cpu_memory"), _number(0, open_low=True)),
     "data.prompts.source": _matching(r".*\S.*", "a file, a folder, package:NAME/FILE, or a Hub data set (user/name)"),
     "data.prompts.limit": _COUNT,
     "data.prompts.weight": _number(0, open_low=True),
@@ -183,6 +187,7 @@ def validate(config: RecipeConfig) -> None:
             f"data.filter.max_chars={config.data.filter.max_chars} is below data.filter.min_chars="
             f"{config.data.filter.min_chars}: no prompt can pass"
         )
+    _validate_target(config)
     _validate_data(config.data)
     _validate_servers(config)
     _validate_engine(config)
@@ -231,6 +236,29 @@ def validate(config: RecipeConfig) -> None:
     _validate_lora(head, train, config.smoke)
     _validate_medusa2(config)
     _validate_eval(config.eval, shape)
+
+
+def _validate_target(config: RecipeConfig) -> None:
+    """A target that lies on several devices is run, not changed or trained, and has its GPUs for itself."""
+    target = config.target
+    if target.split == "tensor":
+        if target.gpus == 1:
+            raise ConfigError("target.split=tensor: set target.gpus too, the number of its parts")
+        for key in ("gpu_memory", "cpu_memory"):
+            if getattr(target, key) is not None:
+                raise ConfigError(f"target.{key}: not used with target.split=tensor; leave it out")
+    spread = [key for key in ("gpus", "gpu_memory", "cpu_memory") if getattr(target, key) != getattr(TargetConfig, key)]
+    if not spread:
+        return
+    key = f"target.{spread[0]}={getattr(target, spread[0])}"
+    if target.adapter:
+        raise ConfigError(f"target.adapter with {key}: save the merged model, and give its folder as target.model")
+    if re.fullmatch(r"cuda:\d+", target.device):
+        raise ConfigError(f"target.device={target.device} with {key}: write target.device=cuda")
+    if config.head.medusa2.rank:
+        raise ConfigError(f"head.medusa2.rank with {key}: a target in training lies on each process's one GPU")
+    if config.train.decode_prompts:
+        raise ConfigError(f"train.decode_prompts with {key}: training holds the GPUs then; leave it out")
 
 
 def _validate_data(data: DataConfig) -> None:

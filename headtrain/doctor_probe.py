@@ -74,7 +74,8 @@ def probe(
 
 def _loaded(folder: Path, target: Target) -> Head | Finding:
     try:
-        head = load_head(folder, target.embed.weight, target.dtype, target.lm_head.weight).to(target.device)
+        embedding, lm_head = target.lent()
+        head = load_head(folder, embedding, target.dtype, lm_head).to(target.device)
     except ValueError as error:
         return fault("drafts", f"headtrain cannot load the head: {error}")
     if beyond := [tap for tap in head.config.taps if not 1 <= tap <= target.num_layers]:

@@ -27,9 +27,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin [B, L, 1, D], sin with the sign 
 def speed_up(target: Target) -> None:
     """Packs the linear layers of a target on a CPU and, where it can, lets it run by the lean forward.
 
-    See pack_linears for what that costs in memory.
+    See pack_linears for what that costs in memory. One whose blocks lie on several devices stays as it is.
     """
-    if target.device.type != "cpu" or target.lean is not None:
+    if target.device.type != "cpu" or target.lean is not None or target.spread:
         return
     reason = unsuited(target)
     if reason is None:
@@ -50,7 +50,8 @@ def unsuited(target: Target) -> str | None:
         return f"family {target.config.model_type} is not one of {', '.join(FAMILIES)}"
     linears = [layer for block in target.layers for layer in block.modules() if not list(layer.children())]
     linears = [layer for layer in linears if getattr(layer, "weight", None) is not None and layer.weight.dim() == 2]
-    if len(linears) != 7 * target.num_layers or not all(type(x) is nn.Linear and can_pack(x.weight) for x in linears):
+    plain = [type(x) is nn.Linear and "forward" not in vars(x) and can_pack(x.weight) for x in linears]
+    if len(linears) != 7 * target.num_layers or not all(plain):
         return "its blocks are not made of seven linear layers each, in fp32 or bf16"
     return None
 

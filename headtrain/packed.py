@@ -71,7 +71,8 @@ def has_bf16() -> bool:
 def can_pack(weight: Tensor) -> bool:
     """Whether the weight is frozen, on a CPU, and of a dtype that this build of torch packs."""
     return (
-        weight.device.type == "cpu"
+        type(weight.data) is Tensor  # some quantised ones are tensors of a kind of their own
+        and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and not weight.requires_grad
         and torch.backends.mkldnn.is_available()

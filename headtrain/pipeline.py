@@ -46,6 +46,8 @@ def fit(config: RecipeConfig) -> None:
     from headtrain.export import hub
     from headtrain.export.refusals import check_plan
 
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("fit starts its own processes; under a launcher run headtrain generate, then headtrain train")
     check_plan(config.head.type, config.export.formats, config.export.engine_version, config.target.model, config.head)
     stages = [stage for stage in identity.STAGES if stage != "export" or config.export.formats]
     with opened(config) as job:
@@ -59,21 +61,34 @@ def fit(config: RecipeConfig) -> None:
 
 
 def generate(config: RecipeConfig, inspect: int = 0) -> None:
-    """Prompts, responses and captures; `inspect` rows are shown with their spans."""
-    with opened(config) as job:
-        job.run_missing(DATA)
-        for stage in DATA:
-            print(f"{stage}: {told(Manifest(job.run / stage).data)}")
-        if inspect:
-            log = job.run / "logs" / "inspect.log"
-            log.unlink(missing_ok=True)
-            argv = children.python("stage", "inspect", f"run_dir={job.run}", f"rows={inspect}")
-            children.run([Child(argv, log)], "inspect", Progress)
-            text = log.read_text(encoding="utf-8")
-            text = text[text.index("---") :] if "---" in text else "no rows"
-            if sys.stdout.isatty():
-                text = text.replace("⟦", "\033[32m⟦").replace("⟧", "⟧\033[0m")
-            print(text)
+    """Prompts, responses and captures; `inspect` rows are shown with their spans.
+
+    Inside a launcher's process (RANK, or srun's names) it works right here, with the others.
+    """
+    from headtrain import launched
+    from headtrain.training.launch import from_slurm
+
+    os.environ |= from_slurm(os.environ, config.launch.master_port)
+    if "RANK" in os.environ:
+        run = launched.generate(config)
+        if run is None:
+            return
+    else:
+        with opened(config) as job:
+            job.run_missing(DATA)
+            run = job.run
+    for stage in DATA:
+        print(f"{stage}: {told(Manifest(run / stage).data)}", flush=True)
+    if inspect:
+        log = run / "logs" / "inspect.log"
+        log.unlink(missing_ok=True)
+        argv = children.python("stage", "inspect", f"run_dir={run}", f"rows={inspect}")
+        children.run([Child(argv, log)], "inspect", Progress)
+        text = log.read_text(encoding="utf-8")
+        text = text[text.index("---") :] if "---" in text else "no rows"
+        if sys.stdout.isatty():
+            text = text.replace("⟦", "\033[32m⟦").replace("⟧", "⟧\033[0m")
+        print(text)
 
 
 def train(config: RecipeConfig) -> None:
@@ -162,16 +177,21 @@ def prepared(config: RecipeConfig) -> RecipeConfig:
 
 
 @contextlib.contextmanager
-def opened(config: RecipeConfig, heads: dict[str, Path] | None = None) -> Iterator[Job]:
-    """A Job whose run folder no other headtrain process works in."""
+def opened(config: RecipeConfig, heads: dict[str, Path] | None = None, patience: float = 0.0) -> Iterator[Job]:
+    """A Job whose run folder no other headtrain process works in, after `patience` seconds at most."""
     run = Path(config.run_dir or "")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir={run}: no folder can be made there ({error.strerror}); give another") from error
-    with claimed(run / ".lock") as mine:
-        if not mine:
-            raise ConfigError(f"run_dir={run}: another headtrain process works in it; wait, or give another run_dir")
+    deadline = time.monotonic() + patience
+    with contextlib.ExitStack() as held:
+        while not held.enter_context(claimed(run / ".lock")):
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"run_dir={run}: another headtrain process works in it; wait, or give another run_dir"
+                )
+            time.sleep(0.2)
         yield Job(prepared(config), heads)
 
 
@@ -281,8 +301,12 @@ class Job:
         if set(STORES) & set(wanted):
             self.mend()
         missing = [stage for stage in wanted if not self.complete(stage)]
-        if not missing:
-            return
+        if missing:
+            self.begin(missing)
+            self._run(missing)
+
+    def begin(self, missing: list[str]) -> None:
+        """Looks for what these stages cannot do without, and writes the run's config."""
         if self.config.smoke:
             print("smoke=true: a tiny random target, our own prompts, and small data, training and evaluation settings")
         if "training" in missing and not any(vars(self.config.train)[key] for key in ("epochs", "steps", "seconds")):
@@ -290,6 +314,8 @@ class Job:
         if "prompts" in missing and not self.config.data.prompts:
             raise ConfigError("data.prompts is empty: name at least one source, e.g. data.prompts=my.jsonl")
         self.write_config()
+
+    def _run(self, missing: list[str]) -> None:
         for stages, environments in self.groups(missing):
             todo = [stage for stage in stages if stage not in identity.STAGES or not self.open(stage)]
             if todo == ["training"]:
@@ -303,6 +329,7 @@ class Job:
     def groups(self, missing: list[str]) -> list[tuple[list[str], list[dict[str, str]]]]:
         """(stages one after another in a process, environment of each such process), in the order to run them."""
         many = children.workers(self.config)
+        evaluating = children.workers(self.config, teams=False)
         answering = many if self.config.data.responses.backend == "local" else many[:1]
         by_vllm = self.config.data.captures.backend == "vllm"
         capturing = children.engines(self.config) if by_vllm and "captures" in missing else many
@@ -310,7 +337,7 @@ class Job:
         first = ["smoke_target"] if unbuilt else []
         groups = [
             ([*first, "check", "prompts"], [LIGHT]), (["responses"], answering), (["captures"], capturing),
-            (["training"], []), (["report"], many), (["export"], [LIGHT]),
+            (["training"], []), (["report"], evaluating), (["export"], [LIGHT]),
         ]  # fmt: skip
         if len(many) == 1 and not by_vllm:  # one process loads its libraries once
             groups = [

@@ -295,7 +295,8 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
         step = max(
             model.target * BYTES[config.target.dtype] / GPU_BANDWIDTH, 2 * model.active * together / GPU_FLOPS
         )
-        answering = new / together * step / devices.gpus + 2 * model.active * (total - new) / GPU_FLOPS / devices.gpus
+        processes = max(1, devices.gpus // config.target.gpus)  # blocks on several GPUs work one after another
+        answering = (new / together * step + 2 * model.active * (total - new) / GPU_FLOPS) / processes
         training = total * (passes or 0) * flops_per_trained / GPU_FLOPS / devices.gpus
     return {"answering": answering, "training": config.train.seconds or (training if passes else None)}
 
@@ -322,30 +323,37 @@ def text(config: RecipeConfig) -> str:
 
 
 def _data_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
-    parts = data_bytes(model, config)
-    total = sum(parts.values())
+    parts, each, room = data_bytes(model, config), config.target.gpus, devices.bytes
     what = "responses and captures" if config.data.responses.backend == "local" else "captures"
+    tokens = config.data.responses.batch_tokens
     lines = [
-        f"{what}, one process ({config.data.responses.batch_tokens:,} tokens a batch): "
-        f"{size(total)}",
+        f"{what}, one process ({tokens:,} tokens a batch): {size(sum(parts.values()))}",
         "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items()),
     ]
     if devices.gpus == 0:
         return [*lines, f"  on a CPU: {devices.cores} cores, each process needs that much memory"]
-    if total <= devices.bytes:
-        return [*lines, f"  fits one GPU of {size(devices.bytes)}{_origin(devices)}: one process per GPU"]
-    spare = devices.bytes - (parts["weights"] + parts["logits"])
-    if spare > 0:
-        tokens = int(spare / ((parts["cache"] + parts["states"]) / config.data.responses.batch_tokens))
-        return [*lines, f"  too much for one GPU of {size(devices.bytes)}{_origin(devices)}: lower "
-                        f"data.responses.batch_tokens to {tokens:,}"]  # fmt: skip
-    need = -(-total // (0.9 * devices.bytes))
-    return [
-        *lines,
-        f"  too much for one GPU of {size(devices.bytes)}{_origin(devices)}: it takes {need:.0f} of them together, "
-        "which this version does not do for one target;",
-        "  use a quantised or smaller target, or GPUs with more memory",
-    ]
+
+    def on_first(gpus: int) -> float:
+        """Bytes on the first of so many GPUs: blocks with their caches are shared out, the rest lies there."""
+        return _on_each(parts["weights"], config, gpus) + parts["cache"] / gpus + parts["states"] + parts["logits"]
+
+    one = f"one GPU of {size(room)}{_origin(devices)}"
+    those = one if each == 1 else f"{each} GPUs of {size(room)} together{_origin(devices)} (target.gpus)"
+    if on_first(each) <= room:
+        count_of = max(1, devices.gpus // each)
+        return [*lines, f"  fits {those}: " + ("one process per GPU" if each == 1 else f"{count_of} such processes")]
+    spare, per_token = room - on_first(each) + parts["cache"] / each + parts["states"], parts["cache"] / each
+    fitting = int(spare / ((per_token + parts["states"]) / tokens))
+    enough = next((n for n in range(each + 1, 257) if on_first(n) <= 0.9 * room), None)
+    ways = [f"lower data.responses.batch_tokens to {fitting:,}"] if fitting > 0 else []
+    ways += [f"set target.gpus={enough}, as many GPUs together"] if enough else []
+    return [*lines, f"  too much for {those}: {', or '.join(ways) or 'use a smaller target'}"]
+
+
+def _on_each(weights: float, config: RecipeConfig, gpus: int) -> float:
+    """Bytes of the target's weights on each of `gpus`; what exceeds target.gpu_memory waits in the CPU's memory."""
+    most = config.target.gpu_memory
+    return weights / gpus if most is None else min(weights / gpus, most * 1e9)
 
 
 def _origin(devices: Devices) -> str:

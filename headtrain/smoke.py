@@ -47,7 +47,8 @@ def shrink(config: RecipeConfig) -> RecipeConfig:
     small.target.model = str(target_folder(config))
     small.target.shape, small.target.revision, small.target.device = copy.deepcopy(SHAPE), None, "cpu"
     small.target.adapter = small.target.adapter_revision = small.target.chat_template = None
-    small.target.dtype = "float32"
+    small.target.dtype, small.target.gpus, small.target.split = "float32", 1, "layers"
+    small.target.gpu_memory = small.target.cpu_memory = None
     if config.target.shape.heads and config.target.shape.heads == config.target.shape.kv_heads:
         small.target.shape.kv_heads = SHAPE.heads
     small.data.prompts, small.data.filter = [PromptSource(PROMPTS)], PromptFilter()

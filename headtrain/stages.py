@@ -24,8 +24,8 @@ from headtrain.hardware import fast_bf16
 from headtrain.plan import EXPERT_NAMES
 
 
-def run_stages(arguments: list[str]) -> int:
-    """The `stage` command.
+def run_stages(arguments: list[str], config: RecipeConfig | None = None) -> int:
+    """The `stage` command; with `config`, instead of the run's config.yaml, right in the process of a launcher.
 
     Own keys: run_dir; workers (how many processes share the stage); coming (stages still to do, of `check`); rows (of
     `inspect`).
@@ -41,7 +41,7 @@ def run_stages(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("httpx", "httpx2", "filelock", "urllib3", "matplotlib", "DeepSpeed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    config = load_resolved(run / "config.yaml")
+    config = config or load_resolved(run / "config.yaml")
     quiet_libraries()
     for name in names:
         STAGES[name](config, run, options)
@@ -79,8 +79,10 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     from headtrain.adapter import read_adapter
     from headtrain.data_gen.chat import check_template
 
-    text, tokenizer = target_config(config.target), load_tokenizer(config.target)
+    whole, tokenizer = whole_config(config.target), load_tokenizer(config.target)
+    text = whole.get_text_config()
     check_shape(config, text)
+    check_quantised(config, whole)
     if config.target.adapter:
         read_adapter(config.target)
     check_template(tokenizer, config.target.template_kwargs)
@@ -156,16 +158,32 @@ def check_shape(config: RecipeConfig, text: Any) -> None:
             raise ConfigError(f"target.shape.{key}={value}: {config.target.model} has {own[key]}; correct the recipe")
 
 
+def check_quantised(config: RecipeConfig, whole: Any) -> None:
+    """ConfigError where the target is quantised in a way that cannot be run here, or is to be trained along."""
+    import torch
+
+    from headtrain import quantised
+
+    if config.head.medusa2.rank and (words := quantised.in_words(whole)):
+        raise ConfigError(f"head.medusa2.rank: a quantised target ({words}) cannot be trained along")
+    try:
+        quantised.check(whole, "cuda" if config.target.device != "cpu" and torch.cuda.is_available() else "cpu")
+    except ValueError as error:
+        raise ConfigError(f"target.model={config.target.model}: {error}") from error
+
+
 def target_config(target: TargetConfig) -> Any:
     """The text config of the target, without its weights."""
+    return whole_config(target).get_text_config()
+
+
+def whole_config(target: TargetConfig) -> Any:
     from transformers import AutoConfig
 
     from headtrain.target import model_path
 
-    config = AutoConfig.from_pretrained(
-        model_path(target), revision=target.revision, trust_remote_code=target.trust_remote_code
-    )
-    return config.get_text_config()
+    code = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    return AutoConfig.from_pretrained(model_path(target), **code)
 
 
 def load_tokenizer(target: TargetConfig) -> Any:
@@ -226,7 +244,7 @@ def captures(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     from headtrain.target import Target
 
     folders = run / "responses", run / "captures"
-    if capture.missing(*folders):
+    if capture.missing(*folders) or config.target.split == "tensor":  # a team does not ask at one and the same time
         if config.data.captures.backend == "local":
             target = Target.load(config.target)
         else:
@@ -334,7 +352,7 @@ def served_target(config: RecipeConfig, run: Path) -> TargetConfig:
     folders = head_folders(run)
     brought = {name: place / "adapter" for name, place in folders.items() if (place / "adapter").is_dir()}
     if not brought:
-        return config.target
+        return replace(config.target, split="layers")
     name, adapter = next(iter(brought.items()))
     if len(folders) > 1:
         raise ConfigError(f"head {name}: made for a target with its own adapter, unlike the others; evaluate it alone")
@@ -355,10 +373,9 @@ def measured_heads(config: RecipeConfig, run: Path, target: Any) -> dict[str, An
 
     if not set(config.eval.drafters) & set(HEAD_DRAFTERS):
         return {}
-    heads = {}
+    heads, lent = {}, target.lent()
     for name, place in head_folders(run).items():
-        lent = target.embed.weight, target.dtype, target.lm_head.weight
-        heads[name] = head = load_head(place, *lent).to(target.device)
+        heads[name] = head = load_head(place, lent[0], target.dtype, lent[1]).to(target.device)
         c = head.config
         if (c.vocab_size, c.target_hidden_size, c.target_layers) != (
             target.vocab_size, target.hidden_size, target.num_layers
@@ -375,7 +392,8 @@ def draft_target(config: RecipeConfig, run: Path) -> TargetConfig:
     """The draft model as it is loaded: at the commit that was pinned, with the target's device and attention."""
     pin = run / "draft_model.json"
     revision = read_json(pin)["commit"] if pin.is_file() else None
-    return replace(config.target, model=config.eval.draft_model, revision=revision, adapter=None)
+    alone = {"gpus": 1, "split": "layers", "gpu_memory": None, "cpu_memory": None}
+    return replace(config.target, model=config.eval.draft_model, revision=revision, adapter=None, **alone)
 
 
 def eval_prompts(

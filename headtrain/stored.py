@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headtrain import quantised
 from headtrain.adapter import merge_ends
 from headtrain.config import TargetConfig
 
@@ -55,14 +56,18 @@ class Stored:
     def ends(self, embed: nn.Module, lm_head: nn.Module, config: TargetConfig) -> dict[str, Tensor]:
         """`embedding` and `lm_head` [V, T], as `config.adapter` changes them. ValueError for one that is not there.
 
-        A tied lm_head that is stored all the same counts, since it is what was saved.
+        A tied lm_head that is stored all the same counts, since it is what was saved. Of 8 bits they are made float32.
         """
         names = {"embedding": self._name(embed), "lm_head": self._name(lm_head)}
         if getattr(lm_head, "bias", None) is not None:
             raise ValueError("its lm_head has a bias, and heads are taught by the weights of an lm_head alone")
-        found = {part: self.read(f"{name}.weight") for part, name in names.items() if f"{name}.weight" in self}
+        tile = (quantised.settings(self.model.config) or {}).get("weight_block_size")
+        weights = {part: f"{name}.weight" for part, name in names.items() if f"{name}.weight" in self}
+        found = {part: quantised.plain(name, self._places, self.read, tile) for part, name in weights.items()}
         tied = embed.weight is lm_head.weight
         for part in names.keys() - found.keys():
+            if packed := [name for name in self._places if name.startswith(f"{names[part]}.")]:
+                raise ValueError(f"{names[part]} is quantised ({', '.join(packed)}), which training cannot read")
             if not tied or not found:
                 seen = ", ".join(name for name in self.names if not re.search(r"\.\d+\.", name))
                 why = "" if tied else "tie_word_embeddings is false but "

@@ -8,79 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headtrain import quantised, spread
 from headtrain.adapter import merge_adapter
+from headtrain.attention import register as _register_attention
 from headtrain.cache import KVCache
 from headtrain.config import TargetConfig
 from headtrain.facts import check_rope, head_rope, text_marks
 from headtrain.files import cache_dir, locate, locked, sha256_file
 from headtrain.stored import Stored
+from headtrain.team import Team, team_of
+
+log = logging.getLogger(__name__)
 
 
 class TargetError(ValueError):
     """The target cannot be found, read, or understood; the message says what to do."""
-
-
-# ------------------------------------------------------------------------------------------------- attention
-
-
-gpu_attention: Callable | None = None  # the decoder's kernel for few queries over a long cache, once it is installed
-UNKNOWN_ARGUMENTS = ("indices", "block_indices", "position_bias", "sinks")  # change the result; not understood below
-
-
-def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **more):
-    """Attention over [B, heads, L, D] queries and [B, J, S, D] keys, grouped, in torch's fused kernel where it can.
-
-    Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) take a plain path. Registered in transformers as
-    `headtrain`, so that one function serves every family and no key is copied per query head. Windows come in the
-    mask. Raises TargetError for an argument of a family's attention that it would have to ignore.
-    """
-    if ignored := [name for name in UNKNOWN_ARGUMENTS if more.get(name) is not None]:
-        raise TargetError(f"{type(module).__name__} passes {ignored[0]!r}, which headtrain's attention does not know")
-    if gpu_attention is not None and query.is_cuda:
-        out = gpu_attention(query, key, value, attention_mask, scaling, softcap, s_aux)
-        if out is not None:
-            return out, None
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    if softcap is None and s_aux is None:
-        if groups > 1 and length <= 16:  # a few new tokens: the query heads of one key head stand as more queries
-            query = query.unflatten(1, (-1, groups)).flatten(2, 3)
-            if attention_mask is not None:
-                attention_mask = attention_mask.repeat(1, 1, groups, 1)
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        if out.shape[2] != length:
-            out = out.unflatten(2, (groups, length)).flatten(1, 2)
-        return out.transpose(1, 2).contiguous(), None
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-def _register_attention() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    AttentionInterface.register("headtrain", attention)
-    AttentionMaskInterface.register("headtrain", eager_mask)  # where transformers itself calls the model
 
 
 # ------------------------------------------------------------------------------------------------- GGUF
@@ -135,6 +89,9 @@ class Target:
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.layer_types = set(getattr(self.config, "layer_types", None) or [])
+        self.spread: str | None = None  # the devices that its blocks lie on, where these are several
+        self.team: Team | None = None  # the processes that run it together, where it is split by matrices
+        self.quantised: str | None = None  # how its weights are stored, where not plainly
         self.lean: Callable[..., TargetStates] | None = None  # the same blocks in fewer operations (headtrain/lean.py)
         self.decodes: set[str] = set()  # the ways of decoding that were found to work: chains, trees
 
@@ -144,30 +101,50 @@ class Target:
 
         Raises TargetError when the place does not exist or the parts found do not reproduce the model's own logits.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         _register_attention()
-        path = model_path(config)
+        path, dtype, device = model_path(config), dtype or config.dtype, config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         try:
             tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
+            own, places = AutoConfig.from_pretrained(path, **options), None
+            if note := quantised.check(own, device):
+                log.warning("%s: %s", config.model, note)
+            team = team_of(config)
+            if team or spread.wanted(config):
+                bones = _without_weights(config, path, tokenizer)
+            if team:
+                options["distributed_config"] = spread.by_matrices(config, bones)
+            elif spread.wanted(config):
+                places = spread.device_map(replace(config, dtype=dtype), bones, path)
+            elif quantised.settings(own):  # not all kinds can be moved later
+                places = {"": device}
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 output_loading_info=True,
-                dtype=getattr(torch, dtype or config.dtype),
+                dtype=getattr(torch, dtype),
                 attn_implementation=config.attn_implementation,
+                device_map=places,
                 **options,
             )
             if missing := sorted(loaded["missing_keys"]):  # random weights stand there
                 raise ValueError(f"its files lack {', '.join(missing[:5])} ({len(missing)} in all); complete them")
+            quantised.check_used(model, loaded["unexpected_keys"])
             if config.adapter:
                 model = merge_adapter(model, config)
         except (OSError, ValueError) as error:
-            raise TargetError(f"target.model={config.model}: {error}") from error
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        target = cls(model.to(device), tokenizer, config.model or path, config.template_kwargs)
+            why = spread.NOT_IN_FILES if "offload_folder" in str(error) else error
+            raise TargetError(f"target.model={config.model}: {why}") from error
+        model = model if places or team else model.to(device)
+        target = cls(model, tokenizer, config.model or path, config.template_kwargs)
+        target.quantised = quantised.in_words(own)
+        target.team = team
+        if team or spread.wanted(config):
+            target.spread = f"{team.size} processes" if team else spread.in_words(places)
+            log.info("%s lies on %s", target.name, target.spread)
         target.self_check()
         return target
 
@@ -176,6 +153,18 @@ class Target:
     hidden_size = property(lambda self: self.config.hidden_size)
     vocab_size = property(lambda self: self.lm_head.weight.shape[0])
     num_layers = property(lambda self: len(self.layers))
+
+    def agreed(self, tokens_B: Tensor) -> Tensor:
+        """Tokens that were chosen here, as all processes that run this target go on with them."""
+        return tokens_B if self.team is None else self.team.agreed(tokens_B)
+
+    def lent(self) -> tuple[Tensor, Tensor]:
+        """The weights of embedding and lm_head, [V, H] each, in the target's dtype, for heads that borrow them."""
+        weights = self.embed.weight, self.lm_head.weight
+        if weights[1].dtype in quantised.PLAIN and type(weights[1].data) is Tensor:
+            return weights
+        with torch.inference_mode():  # quantised: what it makes of each dimension alone
+            return weights[0], self.lm_head(torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)).T
 
     @property
     def stateful(self) -> str | None:
@@ -228,7 +217,8 @@ class Target:
             return self.lean(tokens_BL, positions_BL, masks, cache, taps)
         with self._tapped(taps) as tapped:
             output = self.backbone(input_ids=tokens_BL, attention_mask=masks, position_ids=positions_BL, **options)
-        return TargetStates(output.last_hidden_state, torch.stack([tapped[k] for k in taps], 2) if taps else None)
+        taps_BLAH = torch.stack([tapped[k].to(self.device) for k in taps], 2) if taps else None
+        return TargetStates(output.last_hidden_state, taps_BLAH)
 
     def last_states(self, tokens_BL: Tensor) -> Tensor:
         """Last hidden states after the final norm, [B, L, H], of rows padded at their ends; gradients flow."""
@@ -379,25 +369,30 @@ def load_parts(config: TargetConfig) -> TargetParts:
         raise TargetError(f"target.model={config.model}: {error}") from error
     return TargetParts(
         config=target.config, rope=target.rope(), eos_ids=target.eos_ids, source=config,
-        texts=text_marks(target.tokenizer), **tensors,
+        texts=text_marks(target.tokenizer) | ({"quantised": target.quantised} if target.quantised else {}), **tensors,
     )  # fmt: skip
 
 
 def outline(config: TargetConfig) -> tuple[Target, Stored]:
     """The target without weights (on the meta device), and its stored tensors. OSError or ValueError."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
     path = model_path(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    model_config = AutoConfig.from_pretrained(path, **options)
-    check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], model_config.get_text_config())
     tokenizer = with_template(AutoTokenizer.from_pretrained(path, **options), config)
-    with torch.device("meta"):
-        target = Target(AutoModelForCausalLM.from_config(model_config, **_code(config)), tokenizer, config.model)
+    target = _without_weights(config, path, tokenizer)
+    target.quantised = quantised.in_words(target.model.config)
+    check_rope(PreTrainedConfig.get_config_dict(path, revision=config.revision)[0], target.config)
     with contextlib.suppress(OSError):  # a folder without generation_config.json: the tokenizer's end token stands
         target.model.generation_config = GenerationConfig.from_pretrained(path, revision=config.revision)
     return target, Stored(path, config.revision, target.model)
 
 
-def _code(config: TargetConfig) -> dict[str, bool]:
-    return {"trust_remote_code": config.trust_remote_code}
+def _without_weights(config: TargetConfig, path: str, tokenizer: Any) -> Target:
+    """The target's modules on torch's meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    code = {"trust_remote_code": config.trust_remote_code}
+    own = AutoConfig.from_pretrained(path, revision=config.revision, **code)
+    with torch.device("meta"):
+        return Target(AutoModelForCausalLM.from_config(own, **code), tokenizer, config.model or path)

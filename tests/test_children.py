@@ -14,7 +14,7 @@ import pytest
 
 from headtrain import children
 from headtrain.children import Child, Progress, StageFailed, last_words
-from headtrain.config import RecipeConfig
+from headtrain.config import ConfigError, RecipeConfig
 
 
 def child(code: str, log: Path, **env: str) -> Child:
@@ -128,7 +128,19 @@ def test_workers_are_one_per_device_and_share_the_cores_on_a_cpu(monkeypatch):
     config = RecipeConfig()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in children.workers(config)] == ["4", "6"]
-    config.target.device = "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,1,0,3")
+    config.target.gpus = 2  # each
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in children.workers(config)] == ["4,6", "1,0"]
+    config.target.split = "tensor"  # a process for each GPU, in teams
+    found, alone = children.workers(config), children.workers(config, teams=False)
+    assert [env["CUDA_VISIBLE_DEVICES"] + ":" + env["RANK"] for env in found] == ["4:0", "6:1", "1:0", "0:1"]
+    assert [found[n]["MASTER_PORT"] == found[0]["MASTER_PORT"] for n in range(4)] == [True, True, False, False]
+    assert {(env["WORLD_SIZE"], env["LOCAL_RANK"]) for env in found} == {("2", "0")}
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in alone] == ["4,6", "1,0"]
+    config.target.gpus = 8
+    with pytest.raises(ConfigError, match="gpus=8: this machine has 5 CUDA devices"):
+        children.workers(config)
+    config.target.gpus, config.target.split, config.target.device = 1, "layers", "cpu"
     cores = len(os.sched_getaffinity(0))
     assert len(children.workers(config)) == cores
     config.launch.workers = 1

@@ -122,12 +122,26 @@ def test_medusa2_has_the_target_in_memory_too():
     assert more == 2 * 4096 * (32 * 4096 + 14 * 4096 + 4 * 14336)
 
 
-def test_a_target_that_does_not_fit_one_gpu_is_said_to_not_fit(monkeypatch):
+def test_a_target_that_does_not_fit_one_gpu_takes_several(monkeypatch):
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80e9] * 8)
-    assert "too much for one GPU of 80.0 GB: it takes 3 of them" in plan.text(load("eagle3_llama70b"))
+    said = "too much for one GPU of 80.0 GB: set target.gpus=3, as many GPUs together"
+    assert said in plan.text(load("eagle3_llama70b", "target.gpus=1"))
+    together = load("eagle3_llama70b")
+    assert "fits 4 GPUs of 80.0 GB together (target.gpus): 2 such processes" in plan.text(together)
     assert "fits one GPU of 80.0 GB: one process per GPU" in plan.text(load("eagle3_llama8b"))
-    monkeypatch.setattr(plan, "gpu_bytes", lambda: [24e9])
-    assert "lower data.responses.batch_tokens to" in plan.text(load("eagle3_llama8b"))
+    monkeypatch.setattr(plan, "gpu_bytes", lambda: [24e9] * 8)
+    assert "lower data.responses.batch_tokens to" in (text := plan.text(load("eagle3_llama8b")))
+    assert ", or set target.gpus=2, as many GPUs together" in text
+    assert "set target.gpus=10," in plan.text(together) and "lower data" not in plan.text(together)
+    most = load("eagle3_llama70b", "target.gpu_memory=10")  # the rest waits in the CPU's memory
+    assert "fits 4 GPUs of 24.0 GB together" in plan.text(most)
+
+
+def test_gpus_that_hold_one_target_together_answer_as_one():
+    four, one = load("eagle3_llama70b"), load("eagle3_llama70b", "target.gpus=1")
+    devices, model = plan.Devices(8, 80e9, True, 2), plan.model_of(four)
+    slow, fast = (plan.seconds(model, config, devices, 1000)["answering"] for config in (four, one))
+    assert slow == pytest.approx(4 * fast)
 
 
 def test_a_config_within_reach_that_disagrees_is_an_error(tmp_path):

@@ -68,8 +68,7 @@ def test_a_head_of_another_target_is_refused_by_name(tmp_path, monkeypatch):
     made_for = SimpleNamespace(vocab_size=100, target_hidden_size=64, target_layers=4)
     head = SimpleNamespace(config=made_for, to=lambda _device: head)
     monkeypatch.setattr(base, "load_head", lambda *_: head)
-    layer = SimpleNamespace(weight=None)
-    target = SimpleNamespace(embed=layer, lm_head=layer, dtype=None, device="cpu", vocab_size=100, hidden_size=64,
+    target = SimpleNamespace(lent=lambda: (None, None), dtype=None, device="cpu", vocab_size=100, hidden_size=64,
                              num_layers=4)  # fmt: skip
     config = RecipeConfig()
     assert stages.measured_heads(config, tmp_path, target) == {"head": head}

@@ -134,7 +134,8 @@ class _Chunk:
         self.capacity = max(map(len, prompts)) + budget + self.nodes + 1
         self.cache = cache_for(target.stateful, len(prompts), self.capacity)
         self.last_position = getattr(target.config, "max_position_embeddings", None) or self.capacity
-        self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device, record=not target.stateful), 0
+        still = not target.stateful and not target.spread  # what a graph reads lies where it lies, on one device
+        self.clock, self.graphs, self.turn = Clock(target.device), Graphs(target.device, record=still), 0
 
     @torch.inference_mode()
     def run(self) -> None:

@@ -12,7 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from headtrain import target
+from headtrain import attention
 from headtrain.cache import KVCache
 from headtrain.eval.decoder.sampling import Sampling, adjust, probabilities
 from headtrain.eval.decoder.verify import TreeVerdict, greedy_tree, sampled_tree
@@ -24,13 +24,15 @@ FEW = 128  # new tokens whose attention is split over the keys; more of them fil
 
 def install() -> None:
     """From now on a few new tokens over a cache attend by the kernel, in every target on a GPU."""
-    target.gpu_attention = _attention
+    attention.gpu_attention = _attention
 
 
 def _attention(query, key, value, mask, scaling=None, softcap=None, s_aux=None) -> Tensor | None:
-    """[B, L, heads, D]; None where `headtrain.target.attention` is to go its plain way."""
+    """[B, L, heads, D]; None where `headtrain.attention.attention` is to go its plain way."""
     tensors = query, key, value
     if not TRITON or mask is None or mask.shape[1] != 1 or query.shape[2] > FEW:
+        return None
+    if query.get_device() != torch.cuda.current_device():  # of a target over several
         return None
     from headtrain.eval.decoder.kernels import triton_attention as kernel
 
@@ -81,9 +83,10 @@ def compact(cache: KVCache, first_B: Tensor, path_BN: Tensor) -> None:
     """
     groups: dict[tuple, list[Tensor]] = {}
     for x in (*cache.keys.values(), *cache.values.values()):
-        groups.setdefault((x.shape, x.stride(), x.dtype), []).append(x)
-    for tensors in groups.values():
-        if tensors[0].is_cuda and TRITON:
+        groups.setdefault((x.shape, x.stride(), x.dtype, x.device), []).append(x)
+    for (*_, device), tensors in groups.items():
+        first_B, path_BN = first_B.to(device), path_BN.to(device)
+        if device.type == "cuda" and TRITON and device.index == torch.cuda.current_device():
             from headtrain.eval.decoder.kernels.triton_compact import compact as kernel
 
             kernel(tensors, first_B, path_BN)
