@@ -29,6 +29,8 @@ def own_device(config: RecipeConfig) -> dict[str, str]:
     target, local = config.target, int(os.environ.get("LOCAL_RANK", "0"))
     if target.split == "tensor":
         raise ConfigError("target.split=tensor: headtrain starts a team's processes itself, on one machine; use layers")
+    if config.data.captures.backend == "vllm":
+        raise ConfigError("data.captures.backend=vllm: headtrain starts its engines itself; use no launcher")
     if gpus := [] if target.device == "cpu" else gpu_ids():
         shares = children.shares(gpus, target.gpus)
         if local >= len(shares) > 1:

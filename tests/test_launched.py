@@ -26,6 +26,9 @@ def test_each_process_of_a_machine_has_its_share_of_the_devices(monkeypatch):
     config.target.split = "tensor"
     with pytest.raises(ConfigError, match=r"target\.split=tensor: headtrain starts"):
         launched.own_device(config)
+    config.target.split, config.data.captures.backend = "layers", "vllm"
+    with pytest.raises(ConfigError, match=r"captures\.backend=vllm: headtrain starts its engines itself"):
+        launched.own_device(config)
 
 
 def test_a_process_whose_first_one_never_begins_says_so(recipe, tmp_path, monkeypatch):
