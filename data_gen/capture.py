@@ -1,6 +1,7 @@
 """Captures: the target's states over stored responses, and how much disk they need.
 
-The responses stage keeps the states of its own decode pass; the work here fills the gaps (other taps, given answers).
+The responses stage keeps the states of its own decode pass; the work here fills the gaps (other taps, given answers)
+and makes the few that online training needs (data.captures.mode).
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headtrain.config import RecipeConfig
 from headtrain.data_gen import claims
-from headtrain.files import Manifest, free_bytes, read_json, sha256_file
+from headtrain.facts import tokens_of_start
+from headtrain.files import Manifest, free_bytes, read_json, sha256_file, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headtrain.data_gen.store import RowInfo
+    from headtrain.data_gen.store import ResponseStore, RowInfo
     from headtrain.target import Target
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 SCALE_BYTES = {"float8": 4}  # of each state
 AGREEMENT = 0.9  # of a server's greedy tokens with the target's own choices; rounding alone costs a few per cent
 MARGIN = 256 << 20  # bytes left free while working
+ONLINE = "; online training: validation rows, and what a fresh head is fitted to"
 
 
 class DiskError(ValueError):
@@ -54,10 +58,10 @@ def readable(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def what_helps(dtype: str, given: bool = False, total: float | None = None) -> str:
+def what_helps(dtype: str, given: bool = False, total: float | None = None, online: bool = False) -> str:
     """What can be done when captures need more disk than there is (`total` bytes), by the keys to set.
 
-    given: the answers come with the data (data.responses.backend=given).
+    given: the answers come with the data (data.responses.backend=given). online: as data.captures.mode is.
     """
     ways = ["fewer rows (data.prompts limit)", "shorter rows (data.max_length, data.responses.max_new_tokens)"]
     if given:
@@ -68,29 +72,40 @@ def what_helps(dtype: str, given: bool = False, total: float | None = None) -> s
     if DTYPE_BYTES[dtype] > 1:
         size = f"{readable(total / DTYPE_BYTES[dtype])} and " if total else ""
         ways.append(f"8-bit captures: data.captures.dtype=float8 ({size}4 B of scale per state)")
+    if not online:
+        ways.append("online training, which stores little (data.captures.mode=online)")
     return ", ".join([*ways, "a larger disk (run_dir)"])
 
 
 def check_disk(
     rows: int, tokens_per_row: float, hidden: int, taps: int, dtype: str, free: int, allow_low_disk: bool = False,
-    given: bool = False,
+    given: bool = False, online: bool = False,
 ) -> str:  # fmt: skip
     """The estimate as text. DiskError when it exceeds the free bytes, unless `allow_low_disk`."""
     token = bytes_per_token(hidden, taps, dtype)
     total = token * tokens_per_row * rows
     text = (
         f"captures need {token:,} B per token, {round(token * tokens_per_row):,} B per row, {readable(total)} in all "
-        f"({rows:,} rows of {tokens_per_row:,.0f} tokens, {taps} taps + last hidden, {dtype}); free: {readable(free)}"
+        f"({rows:,} rows of {tokens_per_row:,.0f} tokens, {taps} taps + last hidden, {dtype}{ONLINE * online}); "
+        f"free: {readable(free)}"
     )
     if total <= free:
         return text
     if allow_low_disk:
         return f"{text}; started all the same (data.captures.allow_low_disk=true)"
     raise DiskError(
-        f"{text}. Too little space. What helps: {what_helps(dtype, given, total)}; or "
+        f"{text}. Too little space. What helps: {what_helps(dtype, given, total, online)}; or "
         "data.captures.allow_low_disk=true to start all the same and stop before the disk is full. "
-        "Not in this version: a ring buffer, and online training, which stores nothing"
+        "Not in this version: a ring buffer"
     )
+
+
+def stored_rows(config: RecipeConfig, rows: int, tokens_per_row: float, hidden: int, taps: int) -> int:
+    """About how many of so many rows are stored: all, or online those of `stored`."""
+    if config.data.captures.mode == "offline":
+        return rows
+    valid = config.data.valid if config.data.valid >= 1 else config.data.valid * rows
+    return min(rows, math.ceil(valid + tokens_of_start(taps, hidden) / max(tokens_per_row, 1)))
 
 
 def under_way(folder: Path, kind: str) -> list[int]:
@@ -112,6 +127,24 @@ def watch_disk(folder: Path, needed: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the stage
+
+def stored(config: RecipeConfig, responses: ResponseStore, hidden: int, taps: int) -> list[RowInfo]:
+    """The rows that are captured: all; with data.captures.mode=online those for validation and for a head's start."""
+    if config.data.captures.mode == "offline":
+        return responses.rows
+    from headtrain.data_gen.store import rows_of_start
+
+    start = {row.id for row in rows_of_start(responses.rows, taps, hidden)}
+    return [row for row in responses.rows if row.split == "valid" or row.id in start]
+
+
+def files_of(responses_folder: str | Path, captures_folder: str | Path) -> dict[int, dict[str, Any]]:
+    """Batch -> rows and tokens of its file: of the responses, or as plan.json of online training has them."""
+    plan = Path(captures_folder) / "plan.json"
+    if plan.is_file():
+        return {int(batch): file for batch, file in read_json(plan).items()}
+    return dict(enumerate(read_json(Path(responses_folder) / "index.json")["files"]))
+
 
 def facts(config: RecipeConfig, target: Target, taps: tuple[int, ...]) -> dict[str, Any]:
     """What a capture file says about itself."""
@@ -139,10 +172,13 @@ def work(
 
     responses_folder, captures_folder, taps = Path(responses_folder), Path(captures_folder), tuple(taps)
     responses = store.ResponseStore(responses_folder)
-    batches, done = len(responses.index["files"]), 0
+    chosen, done = stored(config, responses, target.hidden_size, len(taps)), 0
     by_file: dict[str, list[store.RowInfo]] = {}
-    for row in responses.rows:
+    for row in chosen:
         by_file.setdefault(row.file, []).append(row)
+    if config.data.captures.mode == "online":
+        _plan_online(config, target, captures_folder, chosen, taps)
+    batches = list(files_of(responses_folder, captures_folder))
     team = getattr(target, "team", None)
     lead = claims.leads(team)
     dtypes = [config.data.captures.dtype]
@@ -165,6 +201,21 @@ def work(
                 store.write_unit(captures_folder, "captures", batch, rows, tensors, **told)
             done += 1
     return done
+
+
+def _plan_online(config, target, folder: Path, chosen: list[RowInfo], taps: tuple[int, ...]) -> None:
+    """plan.json: the batches that the chosen rows lie in; the same whichever worker writes it."""
+    if (folder / "plan.json").is_file():
+        return
+    rule, tokens = config.data.captures, sum(row.tokens for row in chosen)
+    sizes = len(chosen), tokens / max(len(chosen), 1), target.hidden_size, len(taps), rule.dtype
+    log.info(check_disk(*sizes, free_bytes(folder), rule.allow_low_disk, online=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[int, dict[str, int]] = {}
+    for row in chosen:
+        file = files.setdefault(int(Path(row.file).stem.rpartition("-")[2]), {"rows": 0, "tokens": 0})
+        file["rows"], file["tokens"] = file["rows"] + 1, file["tokens"] + row.tokens
+    write_json(folder / "plan.json", dict(sorted(files.items())))
 
 
 @contextlib.contextmanager
@@ -264,15 +315,15 @@ def _agreed(tensors: dict[str, Any]) -> int:
 
 def missing(responses_folder: str | Path, captures_folder: str | Path) -> int:
     """How many batches of responses have no captures yet."""
-    batches = len(read_json(Path(responses_folder) / "index.json")["files"])
-    return sum(not (Path(captures_folder) / claims.file_name("captures", n)).is_file() for n in range(batches))
+    batches = list(files_of(responses_folder, captures_folder))
+    return sum(not (Path(captures_folder) / claims.file_name("captures", n)).is_file() for n in batches)
 
 
 def finish(config: RecipeConfig, responses_folder: str | Path, captures_folder: str | Path) -> dict[str, Any]:
     """Writes the index and completes the manifest of the captures folder; returns the counts."""
     from headtrain.data_gen import store
 
-    batches = len(store.ResponseStore(responses_folder).index["files"])
+    batches = list(files_of(responses_folder, captures_folder))
     claims.remove_parts(Path(captures_folder), "*.json")
     index = store.write_index(captures_folder, "captures", batches)
     counts = {name: sum(file[name] for file in index["files"]) for name in ("rows", "tokens", "supervised")}
@@ -304,13 +355,14 @@ def status(
 ) -> dict[str, Any]:
     """How far the captures are: claims.progress_of, and estimate: tokens of all; rows: captured; of: rows in all;
     row_tokens: of finished batches. memory: as of respond.status."""
-    memory = {} if memory is None else memory
-    if "files" not in memory:
-        memory["files"], memory["done"] = read_json(Path(responses_folder) / "index.json")["files"], {}
+    memory, planned = {} if memory is None else memory, (Path(captures_folder) / "plan.json").is_file()
+    if memory.get("planned") is not planned:
+        memory |= {"planned": planned, "files": files_of(responses_folder, captures_folder), "done": {}}
     files = memory["files"]
-    found = claims.progress_of(Path(captures_folder), "captures", len(files), memory["done"])
+    found = claims.progress_of(Path(captures_folder), "captures", list(files), memory["done"])
     done = [files[n] for n in found["done"]]
     return {
-        **found, "estimate": sum(file["tokens"] for file in files), "of": sum(file["rows"] for file in files),
+        **found, "estimate": sum(file["tokens"] for file in files.values()),
+        "of": sum(file["rows"] for file in files.values()),
         "rows": sum(file["rows"] for file in done), "row_tokens": sum(file["tokens"] for file in done),
     }  # fmt: skip

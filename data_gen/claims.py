@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ def file_name(kind: str, batch: int) -> str:
     return f"{kind}-{batch:05d}.safetensors"
 
 
-def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) -> Iterator[int]:
+def unfinished(folder: Path, kind: str, batches: int | Sequence[int], also: Path | None = None) -> Iterator[int]:
     """Yields the batches without a file of `kind` in `folder`, each held by this process while the caller works on it.
 
+    batches: their numbers, or how many there are.
     Batches that another live process holds are passed over. What a killed process left half-written, in `folder` and
     `also`, is removed and reported.
     """
     found = True
     while found:
         found = False
-        for batch in range(batches):
+        for batch in numbers(batches):
             path = folder / file_name(kind, batch)
             if path.is_file():
                 continue
@@ -45,6 +46,10 @@ def unfinished(folder: Path, kind: str, batches: int, also: Path | None = None) 
                 remove_parts(folder / "claims", f"{batch}.json")
                 yield batch
                 found = True
+
+
+def numbers(batches: int | Sequence[int]) -> Sequence[int]:
+    return range(batches) if isinstance(batches, int) else batches
 
 
 def remove_parts(folder: Path, name: str) -> None:
@@ -116,7 +121,9 @@ class Pace:
 PACES: dict[Path, Pace] = {}  # of this process, by folder
 
 
-def progress_of(folder: Path, kind: str, batches: int, seen: dict[int, dict] | None = None) -> dict[str, Any]:
+def progress_of(
+    folder: Path, kind: str, batches: int | Sequence[int], seen: dict[int, dict] | None = None
+) -> dict[str, Any]:
     """How far the batches are, by the notes of the processes that do them.
 
     {batches; done_batches; done: finished batch -> its note, {} without one; tokens and seconds (of work), summed over
@@ -126,7 +133,7 @@ def progress_of(folder: Path, kind: str, batches: int, seen: dict[int, dict] | N
     done = {} if seen is None else seen
     files, notes = _names(folder), _names(folder / "claims")
     begun: list[dict] = []
-    for batch in range(batches):
+    for batch in numbers(batches):
         if batch not in done:
             note = _note(folder, batch, notes)
             if file_name(kind, batch) in files:
@@ -138,7 +145,7 @@ def progress_of(folder: Path, kind: str, batches: int, seen: dict[int, dict] | N
     latest = {note["pid"]: note for note in sorted(filter(None, told), key=lambda note: note.get("at", 0))}
     fresh = time.time() - FRESH
     return {
-        "batches": batches, "done_batches": len(done), "done": done, "servers": servers,
+        "batches": len(numbers(batches)), "done_batches": len(done), "done": done, "servers": servers,
         "tokens": sum(note.get("tokens", 0) for note in told), "seconds": sum(note.get("seconds", 0) for note in told),
         "rate": sum(note.get("rate", 0) for note in latest.values() if note.get("at", 0) > fresh),
         "left_out": sum((Counter(note.get("left_out")) for note in told), Counter()),

@@ -116,8 +116,9 @@ def estimate_disk(config: RecipeConfig, hidden: int, taps: int, plan: dict, fold
     rows = [row for n, batch in enumerate(plan["batches"]) if not open_only or n in open_only for row in batch]
     mean = sum(row[1] + row[2] for row in rows) / max(len(rows), 1)
     rule, free = config.data.captures, free_bytes(folder)
-    given = config.data.responses.backend == "given"
-    return capture.check_disk(len(rows), mean, hidden, taps, rule.dtype, free, rule.allow_low_disk, given)
+    given, online = config.data.responses.backend == "given", rule.mode == "online"
+    count = capture.stored_rows(config, len(rows), mean, hidden, taps)
+    return capture.check_disk(count, mean, hidden, taps, rule.dtype, free, rule.allow_low_disk, given, online)
 
 
 # ------------------------------------------------------------------------------------------------- the work
@@ -140,7 +141,8 @@ def work(
     from headtrain.team import shared
 
     responses_folder, captures_folder = Path(responses_folder), Path(captures_folder)
-    job = _Job(config, target, responses_folder, captures_folder, tuple(taps))
+    online = config.data.captures.mode == "online"  # then the captures stage makes the few that there are
+    job = _Job(config, target, responses_folder, None if online else captures_folder, () if online else tuple(taps))
     plan = plan_batches(config, target.tokenizer, prompts_folder, responses_folder)
     known = {prompt.id: prompt for prompt in prompts.load(prompts_folder)}
     open_batches = {
@@ -173,7 +175,7 @@ def work(
             begun = capture.under_way(responses_folder, "responses")
             tokens = sum(row[1] + row[2] for n in begun for row in plan["batches"][n])
             each = capture.bytes_per_token(target.hidden_size, len(taps), config.data.captures.dtype)
-            capture.watch_disk(captures_folder, tokens * each)
+            capture.watch_disk(captures_folder, 0 if online else tokens * each)
             _answer(job, batch, asked, meter)
         done += 1
     return done
@@ -186,7 +188,7 @@ class _Job:
     config: RecipeConfig
     target: Target
     responses_folder: Path
-    captures_folder: Path
+    captures_folder: Path | None  # None: the states are not kept
     taps: tuple[int, ...]
 
 
@@ -212,11 +214,13 @@ def _answer(job: _Job, batch: int, asked: list[prompts.Prompt], meter: claims.Me
     found = [(c.prompt, c.rows) for c in chats]
     rows = [row for prompt, own in found for row in _infos(prompt, own)]
     tensors["supervised"] = torch.tensor([mark for _, own in found for row in own for mark in row.supervised()])
-    kept, finite, not_finite = capture.keep_finite(rows, tensors, capture.once_more(config, target, taps))
+    if job.captures_folder:
+        kept, finite, not_finite = capture.keep_finite(rows, tensors, capture.once_more(config, target, taps))
     if not leads(target.team):
         return
-    told = capture.facts(config, target, taps) | {"left_out": not_finite}
-    store.write_unit(job.captures_folder, "captures", batch, kept, finite, **told)
+    if job.captures_folder:
+        told = capture.facts(config, target, taps) | {"left_out": not_finite}
+        store.write_unit(job.captures_folder, "captures", batch, kept, finite, **told)
     small = {name: tensors[name] for name in ("ids", "supervised")}
     seconds = round(time.monotonic() - began, 3)
     meter.tell(left_out=dict(left_out))

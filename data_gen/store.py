@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from headtrain.data_gen import float8, sums
-from headtrain.data_gen.claims import file_name
+from headtrain.data_gen.claims import file_name, numbers
+from headtrain.facts import tokens_of_start
 from headtrain.files import read_json, sha256_file, write_json, writing
 
 VERSION = 1
@@ -112,10 +113,13 @@ def read_header(path: Path) -> tuple[list[RowInfo], dict[str, Any]]:
         raise StoreError(f"{path} cannot be read ({error}); {REMEDY}") from error
 
 
-def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
-    """Lists the files 0 … batches-1 with checksums in index.json. All must agree on their facts (norm, taps, dtype)."""
+def write_index(folder: str | Path, kind: str, batches: int | Sequence[int]) -> dict[str, Any]:
+    """Lists the files 0 … batches-1, or of the numbers given, with checksums in index.json.
+
+    All must agree on their facts (norm, taps, dtype).
+    """
     folder, files, facts = Path(folder), [], None
-    for batch in range(batches):
+    for batch in numbers(batches):
         path = folder / file_name(kind, batch)
         if not path.is_file():
             raise StoreError(f"{path} is missing: the stage is not finished")
@@ -137,9 +141,9 @@ def write_index(folder: str | Path, kind: str, batches: int) -> dict[str, Any]:
     return index
 
 
-def left_out(folder: str | Path, kind: str, batches: int) -> Counter:
-    """What was left out while the files 0 … batches-1 were made: reason -> number."""
-    facts = (read_header(Path(folder) / file_name(kind, batch))[1] for batch in range(batches))
+def left_out(folder: str | Path, kind: str, batches: int | Sequence[int]) -> Counter:
+    """What was left out while the files 0 … batches-1, or of the numbers given, were made: reason -> number."""
+    facts = (read_header(Path(folder) / file_name(kind, batch))[1] for batch in numbers(batches))
     return sum((Counter(own.get("left_out")) for own in facts), Counter())
 
 
@@ -258,6 +262,17 @@ class ResponseStore(_Store):
             everything += torch.bincount(ids, minlength=vocab)
             supervised += torch.bincount(ids[read.supervised[mine]], minlength=vocab)
         return supervised, everything
+
+
+def rows_of_start(rows: list[RowInfo], taps: int, hidden: int) -> list[RowInfo]:
+    """The rows that a fresh head is fitted to: the first training rows, by id, with `tokens_of_start` in all."""
+    chosen, left = [], tokens_of_start(taps, hidden)
+    for row in sorted((row for row in rows if row.split == "train"), key=lambda row: row.id):
+        if left <= 0:
+            break
+        chosen.append(row)
+        left -= row.tokens
+    return chosen
 
 
 class CaptureStore(_Store):

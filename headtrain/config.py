@@ -89,6 +89,7 @@ class CapturesConfig:
     backend: str = "local"  # local: the target as loaded here; vllm: its hidden-state extraction, for stored responses
     engine: dict[str, Any] = field(default_factory=dict)  # vllm: options of vllm.LLM, such as tensor_parallel_size
     dtype: str = "bfloat16"  # of the stored hidden states; float8: half the disk, one scale per state
+    mode: str = "offline"  # offline: all rows are stored; online: training asks the target, little is stored
     allow_low_disk: bool = False  # start although the disk estimate exceeds the free space
 
 
@@ -237,6 +238,7 @@ class PushConfig:
 @dataclass
 class LaunchConfig:
     gpus: Any = "auto"  # processes of the training stage; auto = the CUDA devices, or 1 on a CPU
+    target: str = "same"  # online: in each training process, or apart: in a process beside each, on a GPU of its own
     workers: Any = "auto"  # processes of the data stages and of evaluation; auto = the CUDA devices, or the CPU cores
     hostfile: str | None = None  # DeepSpeed hostfile, for several machines
     master_port: int = 29500  # of the first machine

@@ -92,6 +92,7 @@ RULES: dict[str, Rule] = {
     "data.responses.batch_tokens": _COUNT,
     "data.captures.backend": _one_of("local", "vllm"),
     "data.captures.dtype": _one_of("float32", "bfloat16", "float16", "float8"),
+    "data.captures.mode": _one_of("offline", "online"),
     "head.type": _one_of(*HEAD_TYPES),
     "head.taps": _COUNT,
     "head.layers": _COUNT,
@@ -169,6 +170,7 @@ RULES: dict[str, Rule] = {
     ),
     "push.revision": _matching(r"(?a)(?![0-9a-f]{40}$)(?!.*(\.\.|//))\w([\w./-]*\w)?", "the name of a branch"),
     "launch.gpus": _PROCESSES,
+    "launch.target": _one_of("same", "apart"),
     "launch.workers": _PROCESSES,
     "launch.master_port": _number(1, 65535),
     "seed": _number(0, 2**63 - 1),
@@ -232,6 +234,19 @@ def validate(config: RecipeConfig) -> None:
         for key in fields(config.push):
             if (value := getattr(config.push, key.name)) != key.default:
                 raise ConfigError(f"push.{key.name}={value}: nothing is uploaded without push.repo; set that too")
+    if config.launch.target == "apart" and config.data.captures.mode == "offline":
+        raise ConfigError("launch.target=apart: training has no target; set data.captures.mode=online too")
+    if config.data.captures.mode == "online" and config.target.split == "tensor":
+        raise ConfigError("target.split=tensor with data.captures.mode=online: leave one of them out")
+    if config.data.captures.mode == "online" and config.launch.target == "same" and config.target.gpus > 1:
+        raise ConfigError(
+            f"target.gpus={config.target.gpus} with data.captures.mode=online: set launch.target=apart too"
+        )
+    if config.launch.target == "apart" and config.launch.hostfile:
+        raise ConfigError(
+            "launch.target=apart with launch.hostfile: DeepSpeed's launcher shows processes their own GPUs alone; "
+            "start `headtrain train` by srun or another launcher"
+        )
     _validate_head(head, train)
     _validate_lora(head, train, config.smoke)
     _validate_medusa2(config)

@@ -47,6 +47,8 @@ def evaluate_offline(places: list[str], run: Path, settings: dict[str, Any]) -> 
     argv = children.python("stage", "offline", f"run_dir={run}")
     children.run([Child(argv, run / "logs" / "offline.log")], "offline acceptance", Progress)
     print(table(read_json(run / "offline" / "offline.json")))
+    if Manifest(run / "captures").data.get("made_from", {}).get("mode") == "online":
+        print("(data.captures.mode=online: only validation rows, and those a fresh head is fitted to, are captured)")
     print(f"\nevery step: {run / 'offline' / 'offline.json'}")
 
 

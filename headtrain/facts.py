@@ -112,3 +112,8 @@ def check_rope(raw: dict[str, Any], config: Any) -> None:
     if getattr(config, "rope_parameters", None) and not any(found):
         theta = head_rope(config)["rope_theta"]
         log.warning("config.json has no rope_theta: %g is taken, the default of family %s", theta, config.model_type)
+
+
+def tokens_of_start(taps: int, hidden: int) -> int:
+    """How many tokens a fresh head is fitted to: those of a gigabyte of fp32 features, and 40,000 at least."""
+    return max(40_000, (1 << 28) // (max(taps, 1) * hidden))

@@ -63,6 +63,8 @@ def stage_marks(
     if data.captures.backend != "local":
         engine = {key: value for key, value in tree["data"]["captures"]["engine"].items() if key not in CARRIED_OUT}
         captures |= {"backend": data.captures.backend, "engine": engine}
+    if data.captures.mode == "online":
+        captures["mode"] = data.captures.mode
     made_from: dict[str, dict[str, Any]] = {
         "prompts": {**prompts, "answers": data.responses.backend == "given", "content": sources},
         "responses": {

@@ -24,6 +24,7 @@ from headtrain.data_gen import sums
 from headtrain.files import Manifest, claimed, read_json, write_text
 from headtrain.hardware import gpu_ids
 from headtrain.status import progress_of, told
+from headtrain.training import launch
 
 DATA = ("prompts", "responses", "captures")
 STORES = DATA[1:]
@@ -93,9 +94,7 @@ def generate(config: RecipeConfig, inspect: int = 0) -> None:
 
 def train(config: RecipeConfig) -> None:
     """The training stage on finished data; inside a launcher's process (RANK, or srun's names) it trains right here."""
-    from headtrain.training.launch import from_slurm
-
-    os.environ |= from_slurm(os.environ, config.launch.master_port)
+    os.environ |= launch.from_slurm(os.environ, config.launch.master_port)
     if "RANK" in os.environ:
         return _train_as_rank(config)
     with opened(config) as job:
@@ -311,6 +310,8 @@ class Job:
             print("smoke=true: a tiny random target, our own prompts, and small data, training and evaluation settings")
         if "training" in missing and not any(vars(self.config.train)[key] for key in ("epochs", "steps", "seconds")):
             raise ConfigError("train.epochs, train.steps and train.seconds are all empty: set one of them")
+        if "training" in missing:
+            launch.command(self.config, [], self._gpus())  # devices that are not there are missed now
         if "prompts" in missing and not self.config.data.prompts:
             raise ConfigError("data.prompts is empty: name at least one source, e.g. data.prompts=my.jsonl")
         self.write_config()
@@ -370,9 +371,9 @@ class Job:
 
     def _train(self) -> None:
         """One process, or DeepSpeed's launcher, which starts the others."""
-        from headtrain.training.launch import command
-
-        gpus = [] if self.config.target.device == "cpu" else gpu_ids()
-        argv, env = command(self.config, ["stage", "training", f"run_dir={self.run}"], gpus)
+        argv, env = launch.command(self.config, ["stage", "training", f"run_dir={self.run}"], self._gpus())
         log = self.run / "logs" / "training-0.log"
         children.run([Child(argv, log, env)], "training", progress_of(self.run, "training"))
+
+    def _gpus(self) -> list[str]:
+        return [] if self.config.target.device == "cpu" else gpu_ids()

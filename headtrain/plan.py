@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headtrain import vocabfile
 from headtrain.config import BORROWED, TAPPED, ConfigError, HeadSection, RecipeConfig, ShapeConfig
+from headtrain.data_gen.capture import ONLINE, bytes_per_token, stored_rows, what_helps
 from headtrain.files import free_bytes, locate, read_json
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -203,13 +204,33 @@ def training_bytes(model: Model, config: RecipeConfig, gpus: int, zero: int) -> 
     if config.head.medusa2.rank:  # the target is in training too
         block = 14 * s.hidden + 4 * s.intermediate
         per_token += s.layers * s.hidden + block if config.train.checkpointing else s.layers * block
-    return {
+    parts = {
         "weights": model.head * width * (shard[2] + bool(config.head.lora.rank)),  # with LoRA merged ones too
         "gradients": model.head * width * shard[1],
         "optimizer": model.head * state * shard[0],
         "frozen": (model.frozen + (model.target if config.head.medusa2.rank else 0)) * width,
         "activations": tokens * per_token * width + LOGITS,
     }
+    return parts | ({"target": target_bytes(model, config)} if target_place(config) == "same" else {})
+
+
+def target_place(config: RecipeConfig) -> str | None:
+    """Where online training has the target, same or apart; None when it trains on stored captures."""
+    return config.launch.target if config.data.captures.mode == "online" else None
+
+
+def target_bytes(model: Model, config: RecipeConfig) -> float:
+    """Bytes of the target that reads the rows of a micro-batch: weights, the states it keeps, logits, one block."""
+    s, width = model.shape, BYTES[config.target.dtype]
+    kept = (model.taps + 1) * s.hidden * BYTES[config.data.captures.dtype]
+    block = (6 * s.hidden + 3 * s.intermediate) * width
+    return model.target * width + config.train.batch_tokens * (kept + block) + LOGITS
+
+
+def training_processes(config: RecipeConfig, devices: Devices) -> int:
+    """Of this machine; with targets apart, a part of its GPUs are theirs."""
+    shared = config.launch.gpus == "auto" and target_place(config) == "apart"
+    return max(1, devices.gpus // (1 + config.target.gpus) if shared else devices.gpus)
 
 
 def _by_pieces(model: Model, config: RecipeConfig, depth: int) -> float:
@@ -284,11 +305,17 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
         depths, _, lm_heads = model.medusa
         used = model.head + (depths - lm_heads) * model.draft_vocab * model.shape.hidden
     flops_per_trained = 6 * used
+    place, read = target_place(config), total
+    if place == "same":
+        flops_per_trained += 2 * model.active
+    elif place == "apart":  # the slower of the two
+        flops_per_trained = max(flops_per_trained, 2 * model.active)
     if config.data.responses.backend != "local":  # the target reads the answers once, whole
-        new = 0
+        stored = stored_rows(config, rows, row_tokens(config), model.shape.hidden, model.taps)
+        new, read = 0, stored * row_tokens(config)
     if devices.gpus == 0:
         speed = CPU_FLOPS * devices.cores
-        answering = 2 * model.active * total / speed
+        answering = 2 * model.active * read / speed
         training = total * (passes or 0) * flops_per_trained / CPU_FLOPS
     else:
         together = max(1, config.data.responses.batch_tokens // row_tokens(config))
@@ -296,8 +323,8 @@ def seconds(model: Model, config: RecipeConfig, devices: Devices, rows: int) -> 
             model.target * BYTES[config.target.dtype] / GPU_BANDWIDTH, 2 * model.active * together / GPU_FLOPS
         )
         processes = max(1, devices.gpus // config.target.gpus)  # blocks on several GPUs work one after another
-        answering = (new / together * step + 2 * model.active * (total - new) / GPU_FLOPS) / processes
-        training = total * (passes or 0) * flops_per_trained / GPU_FLOPS / devices.gpus
+        answering = (new / together * step + 2 * model.active * (read - new) / GPU_FLOPS) / processes
+        training = total * (passes or 0) * flops_per_trained / GPU_FLOPS / training_processes(config, devices)
     return {"answering": answering, "training": config.train.seconds or (training if passes else None)}
 
 
@@ -361,38 +388,43 @@ def _origin(devices: Devices) -> str:
 
 
 def _training_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
-    count_of = max(1, devices.gpus)
+    count_of = training_processes(config, devices)
+    columns = [("weights", 8), ("gradients", 9), ("optimizer", 9), ("frozen", 7), ("activations", 11)]
+    columns += [("target", 8)] if target_place(config) == "same" else []
+    head = "  ".join(name.rjust(width) for name, width in columns)
     lines = [
         f"training on {count_of} {'GPU' if devices.gpus else 'CPU process'}{'s' if count_of > 1 else ''}, per process "
         f"({config.train.batch_tokens:,} tokens, unroll depth {config.head.unroll}, {config.train.precision}):",
-        "  ZeRO   weights  gradients  optimizer  frozen   activations  together",
+        f"  ZeRO  {head}  together",
     ]  # fmt: skip
     for zero in range(4):
         parts = training_bytes(model, config, count_of, zero)
-        cells = "  ".join(
-            size(parts[name]).rjust(width)
-            for name, width in (("weights", 8), ("gradients", 9), ("optimizer", 9), ("frozen", 7), ("activations", 11))
-        )
+        cells = "  ".join(size(parts[name]).rjust(width) for name, width in columns)
         chosen = "  <- train.zero_stage" if zero == config.train.zero_stage else ""
         fits = "" if not devices.gpus or sum(parts.values()) <= devices.bytes else "  does not fit"
         lines.append(f"  {zero}     {cells}  {size(sum(parts.values())):>8}{fits}{chosen}")
+    if target_place(config) == "apart":
+        apart, gpus = target_bytes(model, config), config.target.gpus
+        fits = "" if not devices.gpus or apart <= devices.bytes * gpus else "  does not fit: raise target.gpus"
+        lines.append(f"  beside each the target on {gpus} more (launch.target=apart): {size(apart)}{fits}")
     return lines
 
 
 def _disk_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[str]:
-    from headtrain.data_gen.capture import bytes_per_token, what_helps
-
     token = bytes_per_token(model.shape.hidden, model.taps, config.data.captures.dtype)
     tokens, rows, free = row_tokens(config), rows_of(config), free_bytes(config.run_dir or ".")
-    total = token * tokens * (rows or 10_000)
+    online = config.data.captures.mode == "online"
+    count_of = stored_rows(config, rows or 10_000, tokens, model.shape.hidden, model.taps)
+    total = token * tokens * count_of
+    which = "for about" if online else "at most for all" if rows else "at most for every"
     lines = [
         f"captures   {token:,} B per token ({model.taps} taps + last hidden, {config.data.captures.dtype}), "
         f"{token * tokens:,} B per row of {tokens:,} tokens",
-        f"           {size(total)} at most for {'all' if rows else 'every'} {rows or 10_000:,} rows; free {size(free)}",
+        f"           {size(total)} {which} {count_of:,} rows{ONLINE * online}; free {size(free)}",
     ]
     if rows and total > free:
         then = "starts all the same" if config.data.captures.allow_low_disk else "does not start"
-        ways = what_helps(config.data.captures.dtype, config.data.responses.backend == "given", total)
+        ways = what_helps(config.data.captures.dtype, config.data.responses.backend == "given", total, online)
         lines += [f"           TOO LITTLE SPACE: a run {then}. What helps: {ways}"]
     if not rows:
         lines.append("           (no source has a limit, so the number of rows is not known before they are read)")
@@ -407,7 +439,8 @@ def _time_lines(model: Model, config: RecipeConfig, devices: Devices) -> list[st
         assumed = f"{GPU_FLOPS / 1e12:.0f} TFLOP/s and {GPU_BANDWIDTH / 1e12:.1f} TB/s sustained by each GPU"
     else:
         assumed = f"{CPU_FLOPS / 1e9:.0f} GFLOP/s sustained by each core"
-    what = {"local": "responses with captures", "server": "captures (besides the servers' time for the responses)"}
+    answers = "responses" if target_place(config) else "responses with captures"
+    what = {"local": answers, "server": "captures (besides the servers' time for the responses)"}
     what = what.get(config.data.responses.backend, "captures")
     given = config.data.responses.backend == "given"
     rows_by = "data.max_length, at most" if given else f"prompts of {PROMPT_TOKENS}"

@@ -287,10 +287,27 @@ def training(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
     """Every process of the training stage comes here; the first one completes the manifest."""
     from headtrain.training.trainer import train
 
-    train(config, run, decoded_tau(config, run) if config.train.decode_prompts else None)
+    score = decoded_tau(config, run) if config.train.decode_prompts else None
+    train(config, run, score, lambda: target_states(config, run))
     if os.environ.get("RANK", "0") == "0":
         best = read_json(run / "training" / "best.json")
         Manifest(run / "training").finish({"best_step": best["step"], "simulated_tau": best["tau"]})
+
+
+def target_states(config: RecipeConfig, run: Path) -> Callable[[list[Any]], list[dict[str, Any]]]:
+    """The target of online training: its states over rows of token ids, at the taps of the run's captures."""
+    from headtrain.data_gen.online import States
+
+    return States(config, read_json(run / "captures" / "index.json")["taps"])
+
+
+def states(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
+    """The process beside a training process that holds the target (launch.target=apart)."""
+    from headtrain.training.apart import serve
+
+    if config.target.device.startswith("cuda"):
+        config.target.device = "cuda"  # the only one that is seen here
+    serve(int(options["socket"]), lambda: target_states(config, run))
 
 
 def decoded_tau(config: RecipeConfig, run: Path) -> Callable[[Any], float]:
@@ -456,6 +473,6 @@ def export(config: RecipeConfig, run: Path, _: dict[str, str]) -> None:
 
 STAGES: dict[str, Callable[[RecipeConfig, Path, dict[str, str]], None]] = {
     "smoke_target": smoke_target, "check": check, "prompts": prompts, "responses": responses, "captures": captures,
-    "inspect": inspect, "training": training, "report": report, "offline": offline,
+    "inspect": inspect, "training": training, "states": states, "report": report, "offline": offline,
     "export": export,
 }  # fmt: skip

@@ -110,7 +110,9 @@ def _captures(run: Path) -> Look:
         responses = Manifest(run / "responses").data
         if not responses.get("complete"):
             local = responses.get("made_from", {}).get("responses", {}).get("backend") == "local"
-            return State("under way", what="written along with the responses" if local else "after the responses")
+            online = Manifest(run / "captures").data.get("made_from", {}).get("mode") == "online"
+            along = local and not online
+            return State("under way", what="written along with the responses" if along else "after the responses")
         found = capture.status(run / "responses", run / "captures", memory)
         return _of_batches(found, found["estimate"], f"{found['rows']:,} of {found['of']:,} rows", run)
 
@@ -217,6 +219,8 @@ def _needs(config: RecipeConfig, run: Path, stages: dict[str, State]) -> None:
     if responses.state == "complete":
         found = capture.status(run / "responses", run / "captures")
         tokens, total = found["row_tokens"], found["estimate"]
+    elif config.data.captures.mode == "online":
+        return  # which rows are captured is decided when the responses are there
     else:
         found = respond.status(run / "responses")
         tokens, total = found["row_tokens"], found["rows_expected"]

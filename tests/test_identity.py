@@ -54,6 +54,7 @@ ALL = {"prompts", "responses", "captures", "training", "report", "export"}
         ("target.dtype=float32", ALL - {"prompts"}),
         ("target.template_kwargs={enable_thinking:false}", ALL - {"prompts"}),
         ("data.captures.dtype=float32", ALL - {"prompts", "responses"}),
+        ("data.captures.mode=online", ALL - {"prompts", "responses"}),
         ("head.taps=[1,2,3]", ALL - {"prompts", "responses"}),
         ("head.draft_vocab=full", {"training", "report", "export"}),
         ("train.lr=0.5", {"training", "report", "export"}),

@@ -122,34 +122,21 @@ def count_pairs(store: Any, rows: Sequence[Any], t2d_V: Tensor | None, depths: i
     return counts
 
 
-class Reader:
-    """Iterates over this process's micro-batches from optimizer step `first` on, made ahead in a background thread.
+class Ahead:
+    """Iterates over `_batches()`, made ahead in a background thread.
 
-    Each batch carries `count_D`, the trained pairs of its whole optimizer step over all processes, and `parts`.
-    An error in the thread is raised where the batch is asked for.
+    An error there is raised where a batch is asked for.
     """
 
-    def __init__(
-        self, store: Any, rows: Sequence[Any], counts_RD: Tensor, plan: Plan, rank: int, world: int, first: int = 0
-    ):
-        self.store, self.rows, self.counts_RD, self.plan = store, rows, counts_RD, plan
-        self.rank, self.world, self.first = rank, world, first
-        self._queue: queue.Queue = queue.Queue(AHEAD)
+    def __init__(self, ahead: int):
+        """ahead: batches that may wait for the step."""
+        self._queue: queue.Queue = queue.Queue(ahead)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="batches")
         self._thread.start()
 
-    def _batches(self) -> Iterator[Batch]:
-        number = self.first
-        while True:
-            micros = self.plan.step(number)
-            count_D = self.counts_RD[[row for rows in micros for row in rows]].sum(0).float()
-            for rows in micros[self.rank :: self.world]:
-                chosen = [self.rows[row] for row in rows]
-                batch = collate([self.store.read(row) for row in chosen], [row.id for row in chosen], self.plan.budget)
-                batch.count_D, batch.parts = count_D, self.plan.parts
-                yield batch
-            number += 1
+    def _batches(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def _work(self) -> None:
         try:
@@ -167,7 +154,7 @@ class Reader:
             except queue.Full:
                 continue
 
-    def next(self) -> Batch:
+    def next(self) -> Any:
         item = self._queue.get()
         if isinstance(item, Exception):
             raise item
@@ -176,3 +163,31 @@ class Reader:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
+
+
+class Reader(Ahead):
+    """This process's micro-batches from optimizer step `first` on, from stored captures.
+
+    Each batch carries `count_D`, the trained pairs of its whole optimizer step over all processes, and `parts`.
+    """
+
+    target_s: float | None = None  # seconds that the target took for the last batch; stored states need none
+
+    def __init__(
+        self, store: Any, rows: Sequence[Any], counts_RD: Tensor, plan: Plan, rank: int, world: int, first: int = 0
+    ):
+        self.store, self.rows, self.counts_RD, self.plan = store, rows, counts_RD, plan
+        self.rank, self.world, self.first = rank, world, first
+        super().__init__(AHEAD)
+
+    def _batches(self) -> Iterator[Batch]:
+        number = self.first
+        while True:
+            micros = self.plan.step(number)
+            count_D = self.counts_RD[[row for rows in micros for row in rows]].sum(0).float()
+            for rows in micros[self.rank :: self.world]:
+                chosen = [self.rows[row] for row in rows]
+                batch = collate([self.store.read(row) for row in chosen], [row.id for row in chosen], self.plan.budget)
+                batch.count_D, batch.parts = count_D, self.plan.parts
+                yield batch
+            number += 1

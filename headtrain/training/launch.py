@@ -14,12 +14,21 @@ from typing import Any
 from headtrain.config import RecipeConfig
 from headtrain.training.parent import PARENT, start_time
 
+TARGET_GPUS = "HEADTRAIN_TARGET_GPUS"  # launch.target=apart: devices of this machine's targets, process by process
 TAIL = 1 << 16  # bytes of the log's end that are read for the last line
 
 
 def processes(config: RecipeConfig, gpus: Sequence[str] = ()) -> int:
-    """Processes of the training stage on each machine: `launch.gpus`, where auto = the CUDA devices, or 1 on a CPU."""
-    return max(1, len(gpus)) if config.launch.gpus == "auto" else int(config.launch.gpus)
+    """Processes of the training stage on each machine: `launch.gpus`, where auto = the CUDA devices, or 1 on a CPU.
+
+    With launch.target=apart, as many as have a device of their own and another for the target.
+    """
+    return max(1, len(gpus) // _each(config)) if config.launch.gpus == "auto" else int(config.launch.gpus)
+
+
+def _each(config: RecipeConfig) -> int:
+    """Devices that one training process and its target take."""
+    return 1 + config.target.gpus if config.launch.target == "apart" else 1
 
 
 def command(
@@ -33,16 +42,19 @@ def command(
     machine end with the process that calls this function, even when it is killed.
     Raises ValueError when launch.gpus asks for more devices than there are.
     """
-    count, port = processes(config, gpus), str(config.launch.master_port)
-    if gpus and count > len(gpus):
-        raise ValueError(f"launch.gpus={count}: this machine has {len(gpus)} CUDA devices")
+    count, port, each = processes(config, gpus), str(config.launch.master_port), _each(config)
+    if gpus and count * each > len(gpus):
+        more = f" with launch.target=apart takes {count * each}" if each > 1 else ""
+        raise ValueError(f"launch.gpus={count}{more}: this machine has {len(gpus)} CUDA devices")
     env = {
-        "OMP_NUM_THREADS": str(config.train.threads or max(1, len(os.sched_getaffinity(0)) // count)),
+        "OMP_NUM_THREADS": str(config.train.threads or max(1, len(os.sched_getaffinity(0)) // (count * each))),
         "TOKENIZERS_PARALLELISM": "false",
         PARENT: f"{os.getpid()}:{start_time(os.getpid())}",
     }
     if not gpus:
         env["DS_ACCELERATOR"] = "cpu"
+    elif each > 1:
+        env[TARGET_GPUS] = ",".join(gpus[count : count * each])
     python, target = [sys.executable, "-u", "-m"], ["headtrain", *module_args]
     flags = ["--quiet", "--no_local_rank", "--module"]
     if config.launch.hostfile:
@@ -58,6 +70,24 @@ def command(
     world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     where = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}"]
     return [*python, "deepspeed.launcher.launch", *where, *flags, *target], env
+
+
+def target_devices(environ: Mapping[str, str], gpus: Sequence[str], rank: int, local: int, each: int) -> list[str]:
+    """The `each` CUDA devices of the target beside this machine's training process number `rank` of `local`.
+
+    Those that `command` chose; where another launcher started the processes, the ones behind those of all of them, or,
+    where each sees devices of its own only, its others. ValueError when there are none.
+    """
+    if TARGET_GPUS in environ:
+        return environ[TARGET_GPUS].split(",")[rank * each : (rank + 1) * each]
+    if len(gpus) >= local * (1 + each):
+        return list(gpus[local + rank * each : local + (rank + 1) * each])
+    if len(gpus) == 1 + each:
+        return [gpu for n, gpu in enumerate(gpus) if n != rank % len(gpus)]
+    raise ValueError(
+        f"launch.target=apart: {local} training processes of this machine and their targets take {local * (1 + each)} "
+        f"CUDA devices; this process sees {len(gpus)}"
+    )
 
 
 def from_slurm(environ: Mapping[str, str], port: int) -> dict[str, str]:

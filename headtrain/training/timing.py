@@ -101,6 +101,12 @@ class Stopwatch:
             self.parts["communication"] += waited
         self._last = now
 
+    def of_target(self, seconds: float, inside: bool) -> None:
+        """Books what the target took for a batch; inside: while the step waited for its data."""
+        if self.exact:
+            self.parts["target"] = self.parts.get("target", 0.0) + seconds
+            self.parts["data"] -= seconds * inside
+
     def end_step(self) -> None:
         self.steps += self.exact
 

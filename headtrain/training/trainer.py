@@ -5,6 +5,7 @@ Shapes: N packed positions, D unroll depths, K draft tokens, V target vocabulary
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -19,18 +20,20 @@ from torch import Tensor
 from headtrain.config import RecipeConfig
 from headtrain.data_gen.store import CaptureStore, ResponseStore
 from headtrain.facts import made_for
-from headtrain.files import fingerprint
-from headtrain.heads.base import Batch, Head, new_head, save_head
+from headtrain.heads.base import Head, new_head, save_head
 from headtrain.target import load_parts
 from headtrain.training import checkpoint
-from headtrain.training.batches import Plan, Reader, collate, count_pairs
+from headtrain.training.apart import Apart, target_source
+from headtrain.training.batches import Plan, Reader
 from headtrain.training.guard import Guard
 from headtrain.training.log import Tally, TrainLog, memory
 from headtrain.training.lora import Factors
 from headtrain.training.medusa2 import FOLDER as ADAPTER
 from headtrain.training.medusa2 import Student
+from headtrain.training.online import Here, OnlineReader, States
 from headtrain.training.optim import Clock, check_optimizer, engine_config, make_optimizer, peak_lr
 from headtrain.training.ranks import Ranks, join, leave, quiet
+from headtrain.training.rows import data_fingerprint, draft_mask, first_rows, select_online, select_rows
 from headtrain.training.select import Best, simulate
 from headtrain.training.timing import Collectives, Stopwatch
 from headtrain.training.weights import Answer, Average, Shards, Snapshot, answer
@@ -45,11 +48,14 @@ class TrainingFailed(ValueError):
     """Training cannot go on; the message says why and where to look."""
 
 
-def train(config: RecipeConfig, run: Path, score: Score | None = None) -> None:
+def train(
+    config: RecipeConfig, run: Path, score: Score | None = None, load_states: Callable[[], States] | None = None
+) -> None:
     """Trains the head of `run` (a run folder with finished responses and captures) and writes run/head.
 
     Goes on from the last checkpoint in run/training/checkpoints. Runs as one process or as one of several (RANK,
     WORLD_SIZE, MASTER_*); each must call it. score: needed with train.decode_prompts; the first process calls it.
+    load_states: the target, of data.captures.mode=online in this process; training rows then have no captures.
     Raises ValueError on settings that do not fit and TrainingFailed when the loss stays non-finite, or when another
     process has ended.
     """
@@ -60,7 +66,12 @@ def train(config: RecipeConfig, run: Path, score: Score | None = None) -> None:
     ranks.say_when_terminated()
     watching = ranks.watch()
     try:
-        _train(config, run, ranks, score)
+        with contextlib.ExitStack() as ending:
+            source = None
+            if config.data.captures.mode == "online":
+                source = target_source(config, run, ranks, load_states)
+                ending.callback(source.close)
+            _train(config, run, ranks, score, source)
     except RuntimeError as error:
         if ended := ranks.ended(wait=2.0):
             raise TrainingFailed(ended) from error
@@ -69,7 +80,7 @@ def train(config: RecipeConfig, run: Path, score: Score | None = None) -> None:
     leave()  # not after an error: the others may be waiting in a collective, and the launcher ends them
 
 
-def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -> None:
+def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None, source: Here | Apart | None) -> None:
     folder = run / "training"
     place = resume_from(folder / "checkpoints", ranks)
     if place:
@@ -80,7 +91,7 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
     factors = Factors(head, config.head.lora, config.seed) if config.head.lora.rank else None
     student = Student.load(config) if config.head.medusa2.rank else None
     model = Answer(head, factors, student)
-    store, rows, valid, counts_RD = select_rows(config, run, head, ranks)
+    store, rows, valid, found = (select_online if source else select_rows)(config, run, head, ranks)
     for key in ("decode_prompts", "patience"):
         if getattr(t, key) and not valid:
             raise ValueError(f"train.{key}: there are no validation rows; set data.valid, or leave it out")
@@ -112,7 +123,10 @@ def _train(config: RecipeConfig, run: Path, ranks: Ranks, score: Score | None) -
         log.say(f"written by {state['world']} processes, now {ranks.world} with train.accumulate={t.accumulate}")
 
     clock = Clock(steps, t.seconds, t.warmup, state["elapsed"])
-    reader = Reader(store, rows, counts_RD, plan, ranks.rank, ranks.world, first=step)
+    if source:
+        reader = OnlineReader(found, rows, plan, ranks, source, draft_mask(head), head.config.unroll, first=step)
+    else:
+        reader = Reader(store, rows, found, plan, ranks.rank, ranks.world, first=step)
     dtype = torch.bfloat16 if t.precision == "bf16" else torch.float32
     measure = {"k": max(config.eval.k), "decode_prompts": t.decode_prompts}
 
@@ -212,56 +226,6 @@ def build_head(config: RecipeConfig, run: Path, device: torch.device) -> Head:
     return head
 
 
-def first_rows(store: CaptureStore, values: int = 1 << 28) -> Batch:
-    """The first training rows, by id, with so many captured feature values in all, and 40,000 tokens at least: what a
-    fresh head is fitted to."""
-    chosen, tokens = [], max(40_000, values // (max(len(store.taps), 1) * store.hidden))
-    for row in sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id):
-        if tokens <= 0:
-            break
-        chosen.append(row)
-        tokens -= row.tokens
-    if not chosen:
-        raise ValueError(f"{store.folder}: no row of split `train` to train on")
-    return collate([store.read(row) for row in chosen], [row.id for row in chosen])
-
-
-def select_rows(config: RecipeConfig, run: Path, head: Head, ranks: Ranks) -> tuple[CaptureStore, list, list, Tensor]:
-    """(store, training rows, validation rows, trained pairs [R, D] of the training rows).
-
-    Rows without a single trained pair are left out; every process counts its share of the rows.
-    """
-    store = CaptureStore(run / "captures", config.data.max_length)
-    if list(store.taps) != list(head.config.taps):
-        raise ValueError(
-            f"{store.folder} holds the taps {store.taps} and the head reads {head.config.taps}: "
-            f"set head.taps={store.taps} or capture again"
-        )
-    chosen = sorted((row for row in store.rows if row.split == "train"), key=lambda row: row.id)
-    t2d_V = None if bool(head.t2d.all()) else head.t2d.cpu()
-    counts_RD = torch.zeros(len(chosen), head.config.unroll, dtype=torch.long, device=ranks.device)
-    mine = slice(ranks.rank, None, ranks.world)
-    if chosen[mine]:
-        counts_RD[mine] = count_pairs(store, chosen[mine], t2d_V, head.config.unroll, config.train.batch_tokens).to(
-            ranks.device
-        )
-    counts_RD = ranks.sum(counts_RD).cpu()
-    useful = counts_RD[:, 0] > 0
-    rows = [row for row, keep in zip(chosen, useful.tolist(), strict=True) if keep]
-    if len(rows) < len(chosen) and ranks.first:
-        print(f"{len(chosen) - len(rows)} of {len(chosen)} rows have no trained pair and are left out", flush=True)
-    if cut := sum(row.tokens > config.train.batch_tokens for row in rows):
-        logger.warning("%d of %d rows are longer than train.batch_tokens=%d and are cut to it", cut, len(rows),
-                    config.train.batch_tokens)  # fmt: skip
-    valid = sorted((row for row in store.rows if row.split == "valid"), key=lambda row: row.id)
-    return store, rows, valid[: config.train.eval_rows], counts_RD[useful]
-
-
-def data_fingerprint(config: RecipeConfig, rows: list) -> str:
-    """Of everything that decides which rows a step sees."""
-    return fingerprint([config.seed, config.train.batch_tokens, [(row.id, row.tokens) for row in rows]])
-
-
 def start_engine(model: Answer, config: RecipeConfig, ranks: Ranks) -> Any:
     """The DeepSpeed engine around the head alone."""
     import deepspeed
@@ -301,7 +265,7 @@ def set_lr(engine: Any, config: RecipeConfig, share: float, done: float) -> floa
 
 
 def optimizer_step(
-    engine: Any, reader: Reader, tally: Tally, watch: Stopwatch, seeds: list[int], ranks: Ranks
+    engine: Any, reader: Reader | OnlineReader, tally: Tally, watch: Stopwatch, seeds: list[int], ranks: Ranks
 ) -> list[tuple[Tensor, list[str]]]:
     """Runs the micro-batches of one optimizer step; returns the loss and row ids of each.
 
@@ -314,6 +278,8 @@ def optimizer_step(
         batch = reader.next().to(ranks.device, dtype)
         torch.manual_seed(seed % 2**63)
         watch.mark("data")
+        if reader.target_s is not None:
+            watch.of_target(reader.target_s, reader.source.inside)
         output = answer(engine, batch)
         watch.mark("forward")
         engine.backward(poisoned(output.loss))

@@ -33,14 +33,14 @@ def test_the_capture_is_refused_with_its_numbers_and_with_keys_that_exist(monkey
     ways = said.partition("What helps: ")[2]
     assert re.findall(r"(?:data|head)\.[a-z_.]*[a-z]", ways) == [
         "data.prompts", "data.max_length", "data.responses.max_new_tokens", "head.taps", "data.captures.dtype",
-        "data.captures.allow_low_disk",
+        "data.captures.mode", "data.captures.allow_low_disk",
     ]  # fmt: skip
     named = {name for name in re.findall(r"[a-z]+[._][a-z_.]*[a-z]", ways) if name != "data.prompts"}
     assert named <= set(configload.keys())
     helps, _, missing = ways.partition("Not in this version: ")
     assert "8-bit captures: data.captures.dtype=float8 (22.6 TB and 4 B of scale per state)" in helps
-    assert not re.search("online|ring buffer", helps)  # named, as the case wants, but as what does not exist
-    assert all(way in missing for way in ("a ring buffer", "online training"))
+    assert "online training, which stores little (data.captures.mode=online)" in helps
+    assert "ring buffer" not in helps and "a ring buffer" in missing  # named, as the case wants, but as not to be had
 
 
 def test_half_the_bytes_are_named_where_captures_are_float32(monkeypatch):
