@@ -238,6 +238,7 @@ def test_rows_added_anywhere_move_no_prompt_to_another_split(tmp_path_factory, t
         (b'[1, {"a" "b"}, {"c": [1}]', "row 2 (from 0) is not valid JSON, and where it ends cannot be told"),
         (b'[{"prompt": "a}, {"prompt": "b"}]', "row 0 (from 0) is not valid JSON"),
     ],
+    ids=["utf-16", "bzip2", "utf-16-in-gzip", "zip", "line", "row", "row-behind-rows", "open-text"],
 )  # fmt: skip
 def test_a_file_whose_rows_cannot_be_told_apart_is_refused_in_one_line(tmp_path, monkeypatch, data, words):
     monkeypatch.setattr(readers, "LARGEST", 2048)
