@@ -1,7 +1,7 @@
 """A server for tests that speaks like vLLM, SGLang or TensorRT-LLM and can be told to fail.
 
 Its answer is a pure function of the prompt (`answer`), so that tests know what must be stored. As a program:
-`python loopback.py PORT DIALECT VOCAB END FOLDER` answers until it is killed.
+`python loopback.py PORT DIALECT VOCAB END FOLDER [LOG]` answers until it is killed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 PROBE_BUDGET = 16  # new tokens of the questions that checks ask
@@ -41,6 +42,7 @@ class Engine:
         self.down = False
         self.asked: list[tuple[int, ...]] = []  # prompts of rows, as they came
         self.bodies: list[dict] = []
+        self.log: Path | None = None  # gets a line per request for a row, the ids of its prompt
         self.paths: list[str] = []
         self.most = self.now = 0  # requests for rows at a time
         self.lock = threading.Lock()
@@ -141,6 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
         with engine.lock:
             ids = body.get("input_ids") or body["prompt"]
             engine.asked.append(tuple(ids))
+            if engine.log:
+                with engine.log.open("a") as log:
+                    log.write(f"{json.dumps(ids)}\n")
             engine.bodies.append(body)
             engine.now += 1
             engine.most = max(engine.most, engine.now)
@@ -205,8 +210,9 @@ if __name__ == "__main__":
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    port, dialect, vocab, end, folder = sys.argv[1:]
+    port, dialect, vocab, end, folder, *log = sys.argv[1:]
     engine = Engine(dialect, int(vocab), int(end), Words(folder), int(port))
     engine.fault = lambda ids, n: "slow"
+    engine.log = Path(log[0]) if log else None
     print(engine.url, flush=True)
     threading.Event().wait()
