@@ -63,11 +63,11 @@ def answers(run: Path) -> Path:
     path = run / "acceptance" / "answers.pt"
     if path.is_file():
         return path
+    from headtrain.checks import taps_of
     from headtrain.configload import load_resolved
     from headtrain.data_gen import chat, passes
     from headtrain.eval.suites import load_suite
     from headtrain.packed import pack_linears
-    from headtrain.stages import taps_of
     from headtrain.target import Target
 
     config = load_resolved(run / "config.yaml")

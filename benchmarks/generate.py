@@ -122,10 +122,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     import torch
 
+    from headtrain.checks import taps_of
     from headtrain.configload import load
     from headtrain.data_gen import chat, prompts, respond
     from headtrain.lean import speed_up
-    from headtrain.stages import quiet_libraries, taps_of
+    from headtrain.stages import quiet_libraries
     from headtrain.target import Target, model_path
 
     logging.disable(logging.WARNING)

@@ -92,8 +92,8 @@ def _case(folder: Path, config: dict[str, Any], tensors: dict[str, Any], target:
     """The head beside what its target's files say; loads the target's embedding, lm_head and final norm alone."""
     from transformers import PreTrainedConfig
 
+    from headtrain.checks import load_tokenizer
     from headtrain.identity import target_identity
-    from headtrain.stages import load_tokenizer
     from headtrain.target import load_parts, model_path
 
     if engine not in ENGINES:

@@ -75,8 +75,9 @@ def vocab(
     `head.draft_vocab`; none: the usual ones. domains: only training rows of these sources choose. ConfigError when
     something does not fit.
     """
+    from headtrain.checks import load_tokenizer, target_config
     from headtrain.data_gen.server import end_ids
-    from headtrain.stages import load_tokenizer, quiet_libraries, target_config
+    from headtrain.stages import quiet_libraries
 
     quiet_libraries()
     stores = [_store(run) for run in runs]

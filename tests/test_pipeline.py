@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from headtrain import configload, evaluation, pipeline, stages
+from headtrain import checks, configload, evaluation, pipeline, stages
 from headtrain.files import Manifest, claimed, read_json
 
 
@@ -263,13 +263,13 @@ def test_what_must_fail_later_fails_before_the_first_heavy_stage(override, said,
     wanted = [f"run_dir={tmp_path / 'run'}", f"target.model={tmp_path / 'model'}", "data.max_length=256",
               "target.device=cpu"]  # fmt: skip
     coming = {"coming": "responses,captures,training,report"}
-    stages.check(configload.load(str(recipe), wanted), tmp_path / "run", coming)
+    checks.check(configload.load(str(recipe), wanted), tmp_path / "run", coming)
     wanted = [text for text in wanted if text.split("=")[0] != override.split("=")[0]]
     if override.startswith("head.taps"):
         override = "head.taps=[7,8,9]"
         wanted.append("target.shape.layers=null")
     with pytest.raises(ValueError, match=said):
-        stages.check(configload.load(str(recipe), [*wanted, override]), tmp_path / "run", coming)
+        checks.check(configload.load(str(recipe), [*wanted, override]), tmp_path / "run", coming)
 
 
 def test_marked_text_shows_the_supervised_spans():

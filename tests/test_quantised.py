@@ -180,7 +180,7 @@ def test_a_kind_that_cannot_be_run_here_is_one_line_before_the_start(own, words,
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": own}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    from headtrain.stages import check_quantised, whole_config
+    from headtrain.checks import check_quantised, whole_config
 
     recipe = RecipeConfig(target=TargetConfig(model=str(tmp_path), device="cpu"))
     with pytest.raises(ConfigError, match=rf"its weights are quantised \({words}\), which.*{help_}"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headtrain import stages
+from headtrain import checks, stages
 from headtrain.config import ConfigError, RecipeConfig
 from headtrain.data_gen import store
 
@@ -93,11 +93,11 @@ def test_what_an_evaluation_cannot_do_is_known_before_it_starts(tmp_path):
     config.eval.suites = []
     config.eval.skip_from = 4
     with pytest.raises(ConfigError, match=r"eval\.skip_from=4: fewer than the target's 4 layers are needed"):
-        stages.check_eval(config, tmp_path, 4)
-    stages.check_eval(config, tmp_path, 5)
+        checks.check_eval(config, tmp_path, 4)
+    checks.check_eval(config, tmp_path, 5)
     config.eval.tree = ["8x4"]
     with pytest.raises(ValueError, match="nodes ≥ width"):
-        stages.check_eval(config, tmp_path, 5)
+        checks.check_eval(config, tmp_path, 5)
     config.eval.tree, config.eval.suites = ["chain"], ["a/x.jsonl", "b/x.jsonl"]
     with pytest.raises(ConfigError, match="two suites would both be called x"):
-        stages.check_eval(config, tmp_path, 5)
+        checks.check_eval(config, tmp_path, 5)

@@ -261,7 +261,7 @@ def test_a_file_of_something_else_is_refused_by_name(content, tmp_path):
 
 
 def test_a_file_for_another_target_is_refused_before_and_when_it_is_used(tmp_path, make_run, tiny):
-    from headtrain import stages
+    from headtrain import checks
 
     run, path = make_run(), tmp_path / "v.json"
     for file, said in ((vocabfile.VocabFile([1, 5], 20, "mark"), "target with 20 tokens; this one has 384"),
@@ -269,7 +269,7 @@ def test_a_file_for_another_target_is_refused_before_and_when_it_is_used(tmp_pat
         file.write(path)
         config = configload.load(str(run / "config.yaml"), [f"head.draft_vocab={path}", "data.max_length=64"])
         with pytest.raises(ConfigError, match=said):
-            stages.check(config, run, {"coming": "training"})
+            checks.check(config, run, {"coming": "training"})
         with pytest.raises(ConfigError, match=said):
             training_choice(run, f"head.draft_vocab={path}")
 

@@ -251,8 +251,8 @@ def test_a_template_that_fails_for_one_question_or_prints_nothing_ends_the_run_b
 
 
 def test_a_template_beside_the_weights_or_in_a_file_of_its_own_gives_the_same_ids(tmp_path, tokenizer):
+    from headtrain.checks import load_tokenizer
     from headtrain.config import TargetConfig
-    from headtrain.stages import load_tokenizer
 
     bare, beside, file = tmp_path / "bare", tmp_path / "beside", tmp_path / "served.jinja"
     for folder in (bare, beside):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from headtrain.checks import target_config
 from headtrain.config import HeadSection
 from headtrain.engines import default_taps
 from headtrain.export.contracts import faults, load_contract
 from headtrain.heads.base import HeadConfig
 from headtrain.heads.eagle3 import Eagle3Head
 from headtrain.heads.layers import DecoderLayer
-from headtrain.stages import target_config
 from headtrain.target import TargetParts, head_rope
 
 TEXT = {
