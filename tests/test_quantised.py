@@ -220,4 +220,4 @@ def test_responses_captures_and_a_head_come_of_a_quantised_target(folders, headt
     assert "its weights are quantised (fp8); on this device they are expanded to full width" in done.stdout
     index = json.loads((tmp_path / "run" / "captures" / "index.json").read_text())
     head = json.loads((tmp_path / "run" / "head" / "config.json").read_text())
-    assert index["quantised"] == head["made_for"]["quantised"] == "fp8"
+    assert index["quantised"] == head["headtrain"]["made_for"]["quantised"] == "fp8"
