@@ -311,6 +311,10 @@ def _validate_engine(config: RecipeConfig) -> None:
         )
     elif config.target.adapter:
         raise ConfigError(f"{where} with target.adapter: vLLM loads target.model; save it with the adapter merged")
+    elif rule.mode == "online":
+        raise ConfigError(
+            f"{where} with data.captures.mode=online: training asks the target as it is loaded here; leave one out"
+        )
     for key, value in rule.engine.items():
         if key in OF_ENGINE:
             raise ConfigError(f"data.captures.engine.{key}={value}: headtrain sets this itself; leave it out")

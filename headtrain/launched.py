@@ -122,10 +122,10 @@ def _something_to_do(run: Path, stage: str) -> bool:
     plan = run / "responses" / ("plan.json" if stage == "responses" else "index.json")
     if not plan.is_file():
         return stage == "responses"
-    from headtrain.data_gen import claims
+    from headtrain.data_gen import capture, claims
 
-    batches = len(read_json(plan)["batches" if stage == "responses" else "files"])
-    left = [n for n in range(batches) if not (folder / claims.file_name(stage, n)).is_file()]
+    batches = range(len(read_json(plan)["batches"])) if stage == "responses" else capture.files_of(plan.parent, folder)
+    left = [n for n in batches if not (folder / claims.file_name(stage, n)).is_file()]
     return not left or any(map(_is_free, (folder / "claims" / f"{n}.lock" for n in left)))
 
 

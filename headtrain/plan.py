@@ -220,11 +220,13 @@ def target_place(config: RecipeConfig) -> str | None:
 
 
 def target_bytes(model: Model, config: RecipeConfig) -> float:
-    """Bytes of the target that reads the rows of a micro-batch: weights, the states it keeps, logits, one block."""
+    """Bytes on its GPUs of the target that reads a micro-batch: weights, the states it keeps, logits, one block."""
     s, width = model.shape, BYTES[config.target.dtype]
     kept = (model.taps + 1) * s.hidden * BYTES[config.data.captures.dtype]
     block = (6 * s.hidden + 3 * s.intermediate) * width
-    return model.target * width + config.train.batch_tokens * (kept + block) + LOGITS
+    gpus = config.target.gpus
+    weights = _on_each(model.target * width, config, gpus) * gpus
+    return weights + config.train.batch_tokens * (kept + block) + LOGITS
 
 
 def training_processes(config: RecipeConfig, devices: Devices) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,9 @@ def device_map(config: TargetConfig, target: Target, path: str) -> Map:
         key = "gpus" if config.gpus > 1 else "gpu_memory"
         raise ValueError(f"target.{key}={getattr(config, key)}: no CUDA device is here, or target.device=cpu")
     most, rest = config.gpu_memory, config.cpu_memory
-    gpus = range(config.gpus) if on_gpu else ()
+    gpus: Sequence[int] = ()
+    if on_gpu:  # a training process may see the others' devices, and has chosen its own
+        gpus = range(config.gpus) if config.gpus > 1 else [torch.cuda.current_device()]
     free = {n: SHARE * torch.cuda.mem_get_info(n)[0] if most is None else GB * most for n in gpus}
     room: dict[int | str, float] = dict(free)
     if most is not None or rest is not None:

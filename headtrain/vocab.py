@@ -80,6 +80,8 @@ def vocab(
     from headtrain.stages import quiet_libraries
 
     quiet_libraries()
+    if out:
+        _check_out(out, config.head.draft_vocab)
     stores = [_store(run) for run in runs]
     tokenizer, text = load_tokenizer(config.target), target_config(config.target)
     mark, V, ends = text_marks(tokenizer)["tokenizer"], text.vocab_size, end_ids(config.target, text, tokenizer)
@@ -103,6 +105,15 @@ def vocab(
     return "\n".join(lines)
 
 
+def _check_out(out: str, asked: int | str) -> None:
+    if vocabfile.is_file(asked):
+        raise ConfigError(f"out={out}: head.draft_vocab={asked} is a file already; give a size")
+    if not out.endswith(".json"):
+        raise ConfigError(f"out={out}: the file is JSON; call it NAME.json")
+    if not Path(out).parent.is_dir():
+        raise ConfigError(f"out={out}: there is no folder {Path(out).parent}; make it first")
+
+
 def _store(run: Path) -> ResponseStore:
     if not Manifest(run / "responses").data.get("complete"):
         raise ConfigError(f"{run / 'responses'} is missing or unfinished; `headtrain generate` makes it")
@@ -110,12 +121,14 @@ def _store(run: Path) -> ResponseStore:
 
 
 def _same_target(runs: list[Path]) -> None:
-    """ConfigError unless all runs' responses are of one target."""
+    """ConfigError unless the runs differ and all their responses are of one target."""
 
     def target(run: Path) -> Any:
         return Manifest(run / "responses").data.get("made_from", {}).get("target", {}).get("identity")
 
-    for run in runs[1:]:
+    for n, run in enumerate(runs[1:], 1):
+        if run.resolve() in [other.resolve() for other in runs[:n]]:
+            raise ConfigError(f"run_dir: {run} is given twice and would be counted twice; leave one out")
         if target(run) != target(runs[0]):
             raise ConfigError(f"run_dir: {run} has the responses of another target than {runs[0]}; give runs of one")
 
@@ -308,10 +321,6 @@ def _write(
     out: str, candidate: Candidate, supervised_V: Tensor, mark: str, runs: list[Path], domains: list[str] | None
 ) -> str:
     """Writes the candidate to the file `out`; what was written."""
-    if vocabfile.is_file(candidate.asked):
-        raise ConfigError(f"out={out}: head.draft_vocab={candidate.asked} is a file already; give a size")
-    if not out.endswith(".json"):
-        raise ConfigError(f"out={out}: the file is JSON; call it NAME.json")
     made_from = {
         "responses": [Manifest(run / "responses").data.get("fingerprint") for run in runs], "domains": domains,
         "head.draft_vocab": candidate.asked,

@@ -7,6 +7,8 @@ import pytest
 from headtrain import launched, pipeline
 from headtrain.config import ConfigError, RecipeConfig
 from headtrain.configload import load
+from headtrain.data_gen import claims
+from headtrain.files import claimed, write_json
 
 
 def test_each_process_of_a_machine_has_its_share_of_the_devices(monkeypatch):
@@ -38,6 +40,24 @@ def test_a_process_whose_first_one_never_begins_says_so(recipe, tmp_path, monkey
     config = load(str(recipe), [f"target.model={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(ConfigError, match="rank 0 does not work in it; is it on a file system that all machines"):
         launched._wait_for_the_first(pipeline.Job(config))
+
+
+@pytest.mark.parametrize("stage", ["responses", "captures"])
+def test_there_is_something_to_do_while_a_batch_of_the_stage_is_neither_done_nor_in_work(stage, tmp_path):
+    for name in ("responses", stage):
+        (tmp_path / name).mkdir(exist_ok=True)
+    planned = {"responses": [0, 1, 2], "captures": [0, 2]}[stage]  # online training: batch 1 has no row to capture
+    write_json(tmp_path / "responses" / "plan.json", {"batches": [[], [], []]})
+    write_json(tmp_path / "responses" / "index.json", {"files": [{"rows": 1, "tokens": 9}] * 3})
+    if stage == "captures":
+        write_json(tmp_path / stage / "plan.json", {n: {"rows": 1, "tokens": 9} for n in planned})
+    for n in planned[:-1]:
+        (tmp_path / stage / claims.file_name(stage, n)).touch()
+    assert launched._something_to_do(tmp_path, stage)
+    with claimed(tmp_path / stage / "claims" / f"{planned[-1]}.lock"):
+        assert not launched._something_to_do(tmp_path, stage)
+    (tmp_path / stage / claims.file_name(stage, planned[-1])).touch()
+    assert launched._something_to_do(tmp_path, stage)  # it is to be completed
 
 
 def test_fit_is_not_for_launchers(monkeypatch):

@@ -137,6 +137,15 @@ def test_a_target_that_does_not_fit_one_gpu_takes_several(monkeypatch):
     assert "fits 4 GPUs of 24.0 GB together" in plan.text(most)
 
 
+@pytest.mark.parametrize(("keys", "weights"), [
+    ([], 16.06e9), (["target.gpu_memory=6"], 6e9), (["target.gpu_memory=20"], 16.06e9),
+    (["launch.target=apart", "target.gpus=2", "target.gpu_memory=6"], 12e9), (["target.cpu_memory=6"], 16.06e9),
+])  # fmt: skip
+def test_a_target_of_online_training_counts_by_what_of_it_lies_on_gpus(keys, weights):
+    config = load("eagle3_llama8b", "data.captures.mode=online", "train.batch_tokens=8", *keys)
+    assert plan.target_bytes(plan.model_of(config), config) - plan.LOGITS == pytest.approx(weights, rel=1e-3)
+
+
 def test_gpus_that_hold_one_target_together_answer_as_one():
     four, one = load("eagle3_llama70b"), load("eagle3_llama70b", "target.gpus=1")
     devices, model = plan.Devices(8, 80e9, True, 2), plan.model_of(four)

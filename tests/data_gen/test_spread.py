@@ -85,6 +85,16 @@ def test_weights_count_as_they_are_loaded(bones, tiny_folder):
     assert (ends, width) == (2 * (2 * vocab * 64 + 64), 2)
 
 
+@pytest.mark.parametrize(("gpus", "others"), [(1, [2]), (2, [0, 1])])
+def test_on_one_gpu_it_is_the_one_that_the_process_has_chosen(gpus, others, bones, tiny_folder, monkeypatch):
+    for name, value in (("is_available", True), ("device_count", 4), ("current_device", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (80e9, 80e9))
+    for keys in ({"gpu_memory": 1.0}, {"cpu_memory": 1.0}):
+        config = TargetConfig(model=str(tiny_folder), dtype="float32", gpus=gpus, **keys)
+        assert sorted(set(spread.device_map(config, bones, str(tiny_folder)).values())) == others
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [({"gpus": 2}, "target.gpus=2: no CUDA device is here"), ({"gpu_memory": 9.0}, "target.gpu_memory=9.0: no CUDA")],

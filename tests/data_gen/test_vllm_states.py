@@ -266,6 +266,7 @@ def test_a_vllm_that_cannot_do_it_is_named_before_anything_starts(by_vllm, packa
     [
         ({"data.responses.backend": "local"}, r"with data\.responses\.backend=local: the target's states are kept"),
         ({"target.adapter": "lora"}, r"target\.adapter: vLLM loads target\.model; save it with the adapter merged"),
+        ({"data.captures.mode": "online"}, r"mode=online: training asks the target as it is loaded here"),
         ({"data.captures.engine": {"dtype": "half"}}, r"engine\.dtype=half: headtrain sets this itself"),
         ({"data.captures.engine": {"tensor_parallel_size": 0}}, r"tensor_parallel_size=0: not allowed; allowed: 1 or"),
         ({"data.captures.backend": "sglang"}, r"backend=sglang: not allowed; allowed: local, vllm"),
