@@ -8,6 +8,7 @@ Shapes: D depths, V target vocabulary.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headtrain.data_gen.store import CaptureRow, ResponseStore, RowInfo
+from headtrain.data_gen.store import CaptureRow, ResponseRow, ResponseStore, RowInfo, finite
 from headtrain.heads.base import Batch
 from headtrain.heads.vocab import trained_pairs
 from headtrain.training.batches import Ahead, Plan, collate
 from headtrain.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 States = Callable[[list[Tensor]], list[dict[str, Tensor]]]  # token ids of rows -> the target's states over each
 
@@ -70,6 +73,7 @@ class OnlineReader(Ahead):
         self.store, self.rows, self.plan, self.ranks, self.source = store, rows, plan, ranks, source
         self.t2d_V, self.depths, self.first = t2d_V, depths, first
         self._step: deque[tuple[Batch, float]] = deque()
+        self._unused: set[str] = set()
         self.target_s = 0.0
         if source.inside:
             self._made = self._batches()
@@ -96,13 +100,20 @@ class OnlineReader(Ahead):
 
     def _captured(self, chosen: list[RowInfo], read: list[Any]) -> tuple[Batch, Tensor, float]:
         states, seconds = self.source.answer()
-        limit = self.plan.budget
-        rows = [
-            CaptureRow(row.ids[:limit], row.supervised[:limit], **own) for row, own in zip(read, states, strict=True)
-        ]
+        rows = [self._row(info.id, row, own) for info, row, own in zip(chosen, read, states, strict=True)]
         batch = collate(rows, [row.id for row in chosen])
         trained_DN, _ = trained_pairs(batch.supervised_N, batch.argmax_N, self.t2d_V, batch.cu_R1, self.depths)
         return batch, trained_DN.sum(1), seconds
+
+    def _row(self, name: str, row: ResponseRow, own: dict[str, Tensor]) -> CaptureRow:
+        """The row with its states; one whose states are not finite trains nothing, and is named once."""
+        ids, supervised = row.ids[: self.plan.budget], row.supervised[: self.plan.budget]
+        if not all(finite(own[key]) for key in ("taps", "last", "logsumexp")):
+            if name not in self._unused:
+                self._unused.add(name)
+                logger.warning("row %s trains nothing: the target's states over it are not finite", name)
+            own, supervised = {key: torch.zeros_like(of) for key, of in own.items()}, torch.zeros_like(supervised)
+        return CaptureRow(ids, supervised, **own)
 
     def next(self) -> Batch:
         if not self._step:

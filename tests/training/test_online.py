@@ -204,6 +204,34 @@ def test_a_step_is_counted_over_all_its_micro_batches_before_the_first_is_used(o
         reader.close()
 
 
+@pytest.mark.parametrize("name", ["taps", "last", "logsumexp"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_whose_states_are_not_finite_trains_nothing_and_is_named_once(name, value, offline, caplog):
+    states, spoilt = States(offline[0], TAPS), []
+
+    def spoil(rows):
+        found = states(rows)
+        spoilt[:] = spoilt or [int(rows[-1].sum())]  # the last row of the first micro-batch, always
+        for row, own in zip(rows, found, strict=True):
+            if int(row.sum()) == spoilt[0]:
+                own[name] = own[name].clone()
+                own[name].view(-1)[3] = value
+        return found
+
+    reader = reader_of(offline, None, source=Here(spoil, CPU))
+    batches = [reader.next() for _ in range(reader.plan.steps_of(2))]
+    reader.close()
+    seen = 0
+    for batch in batches:
+        assert all(bool(part.isfinite().all()) for part in (batch.taps_NAT, batch.last_NT, batch.logsumexp_N))
+        for n, (a, b) in enumerate(zip(batch.cu_R1[:-1].tolist(), batch.cu_R1[1:].tolist(), strict=True)):
+            bad = int(batch.ids_N[a:b].sum()) == spoilt[0]
+            assert bool(batch.supervised_N[a:b].any()) is not bad
+            seen += bad
+            assert not bad or batch.rows[n] in caplog.text
+    assert seen > 1 and caplog.text.count("trains nothing") == 1
+
+
 @pytest.mark.parametrize("kind", ["eagle3_llama8b", "eagle_llama8b", "medusa_llama8b", "mtp_smollm2", "peagle_llama8b"])
 def test_a_step_without_a_trained_pair_is_no_division_by_zero(kind, offline):
     """With every type of head: no choice of the target is in the draft vocabulary; no token is supervised."""
