@@ -21,7 +21,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class Pool:
     def __init__(self, servers: list[Server], tokenizer: Any, config: RecipeConfig):
         self.servers, self.tokenizer, self.rule = servers, tokenizer, config.data.responses
         self.changed = asyncio.Condition()
+        self.started: asyncio.Task | None = None
         self.checks: dict[Server, asyncio.Task] = {}
         self.reason: Exception | str = ""
 
@@ -141,10 +142,12 @@ class Pool:
 
     @asynccontextmanager
     async def one(self, avoid: set[Server]):
-        """A ready server for one request, another than those to avoid where there is one.
+        """A ready server for one request, another than those to avoid where there is one. All are checked at the first.
 
         ServerError after data.responses.patience seconds in which none was ready.
         """
+        self.started = self.started or asyncio.create_task(self.start())
+        await asyncio.shield(self.started)
         async with self.changed:
             while not (server := self._free(avoid)):
                 away = not any(s.ready for s in self.servers)
@@ -173,11 +176,21 @@ class Pool:
 
 def check(config: RecipeConfig, tokenizer: Any, vocab: int, ends: set[int]) -> None:
     """Misfit or ServerError, before anything is done, unless the servers can answer for the target."""
-    asyncio.run(_with_pool(config, tokenizer, vocab, ends, _nothing))
+    asyncio.run(_with_pool(config, tokenizer, vocab, ends, Pool.start))
 
 
-async def _nothing(pool: Pool) -> None:
-    pass
+def all_kept(folder: Path) -> bool:
+    """Whether an answer to every prompt without a responses file is kept: then no server may be needed any more."""
+    if not (folder / "plan.json").is_file() or not (folder / JOURNAL).is_file():
+        return False
+    batches = enumerate(read_json(folder / "plan.json")["batches"])
+    missing = [rows for n, rows in batches if not (folder / claims.file_name("responses", n)).is_file()]
+    open_prompts = {row[0] for rows in missing for row in rows}
+    with open(folder / JOURNAL, "rb") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # a damaged line
+                open_prompts.discard(json.loads(line)["id"])
+    return not open_prompts
 
 
 async def _with_pool(config: RecipeConfig, tokenizer: Any, vocab: int, ends: set[int], do: Callable) -> Any:
@@ -185,7 +198,6 @@ async def _with_pool(config: RecipeConfig, tokenizer: Any, vocab: int, ends: set
     async with client(config, len(urls)) as http:
         pool = Pool([Server(url, config, http, vocab, ends) for url in urls], tokenizer, config)
         try:
-            await pool.start()
             return await do(pool)
         finally:
             for task in pool.checks.values():

@@ -32,7 +32,8 @@ def check(config: RecipeConfig, run: Path, options: dict[str, str]) -> None:
     if "responses" in coming and config.data.responses.backend == "server":
         from headtrain.data_gen import server
 
-        server.check(config, tokenizer, text.vocab_size, server.end_ids(config.target, text, tokenizer))
+        if not server.all_kept(run / "responses"):
+            server.check(config, tokenizer, text.vocab_size, server.end_ids(config.target, text, tokenizer))
     if "captures" in coming and config.data.captures.backend == "vllm":
         from headtrain.data_gen import vllm_states
 

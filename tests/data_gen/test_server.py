@@ -436,6 +436,35 @@ def test_a_line_that_a_crash_cut_or_damaged_is_asked_for_again(run, engines, loo
     assert caplog.text.count("a damaged line") == 2
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_lost_file_of_which_all_answers_are_kept_is_made_again_without_a_server(
+    turns, run, engines, served, loopback, monkeypatch
+):
+    served.data.turns = turns
+    (engine,) = engines("vllm")
+    stage = run(engine)
+    assert not server.all_kept(stage.responses)
+    stage.whole()
+    expected, files = stage.rows(), sorted(stage.responses.glob("*.safetensors"))
+    assert server.all_kept(stage.responses)
+    engine.down, served.data.responses.patience = True, 0.2
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.05)
+    for lost in (files[:1], files):
+        for file in lost:
+            file.unlink()
+        assert server.all_kept(stage.responses)
+        stage.whole()
+        assert stage.rows() == expected
+    files[-1].unlink()
+    journal = stage.responses / server.JOURNAL
+    last = read_json(stage.responses / "plan.json")["batches"][-1][0][0]
+    kept = [line for line in journal.read_bytes().splitlines(True) if json.loads(line)["id"] != last]
+    journal.write_bytes(b"".join(kept))
+    assert not server.all_kept(stage.responses)
+    with pytest.raises(ServerError, match=r"no server of data\.responses\.urls can be used"):
+        stage.work()
+
+
 # ------------------------------------------------------------------------------------------------- keys, secrets
 
 def test_the_key_is_sent_and_shown_nowhere(run, engines, monkeypatch, caplog, tmp_path):
