@@ -64,6 +64,8 @@ def damaged(folder: Path, kind: str, manifest: dict[str, Any], say: Callable[[st
         found["index.json"] = why
     elif (folder / "index.json").is_file():
         listed = {entry["file"]: entry["sha256"] for entry in read_json(folder / "index.json")["files"]}
+    if _unreadable(folder / "plan.json"):
+        found["plan.json"] = "cannot be read"
     paths = [folder / name for name in sorted({*listed, *(path.name for path in folder.glob(f"{kind}-*.safetensors"))})]
     size = sum(path.stat().st_size for path in paths if path.is_file() and not known(path))
     if size > MUCH:
@@ -84,6 +86,13 @@ def index_damage(folder: Path, manifest: dict[str, Any]) -> str:
     except (ValueError, KeyError, TypeError):
         return "cannot be read"
     return "" if names else "lists no file"
+
+
+def _unreadable(path: Path) -> bool:
+    try:
+        return path.is_file() and not isinstance(read_json(path), dict)
+    except ValueError:
+        return True
 
 
 def _place(path: Path) -> Path:

@@ -42,10 +42,10 @@ def run(made, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def job_of(run):
+def job_of(run, *more):
     asked = configload.load("eagle3_llama8b", [
         "smoke=true", f"run_dir={run}", f"target.model={run.parent / 'target'}", "data.responses.batch_tokens=600",
-        "data.responses.max_new_tokens=4", "data.captures.dtype=float32",
+        "data.responses.max_new_tokens=4", "data.captures.dtype=float32", *more,
     ])  # fmt: skip
     job = pipeline.Job(pipeline.prepared(asked))
     job.config.data.responses.batch_tokens, job.config.data.responses.max_new_tokens = 600, 4
@@ -142,6 +142,23 @@ def test_a_damaged_index_is_made_again_from_whole_files(kind, how, run, capsys):
     assert f"{kind}: index.json " in capsys.readouterr().out
     assert index.read_text() == text and written(run) == places
     job_of(run).need(pipeline.DATA)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_that_cannot_be_read_is_made_again_and_no_file_is(kind, text, run, capsys, monkeypatch):
+    monkeypatch.setattr(store, "tokens_of_start", lambda taps, hidden: 10)  # not every batch has rows to capture
+    online = "data.captures.mode=online"
+    job_of(run, online).run_missing(pipeline.DATA)
+    places, plan = written(run), run / kind / "plan.json"
+    before = plan.read_text()
+    assert len(list((run / "captures").glob("*.safetensors"))) < len(list((run / "responses").glob("*.safetensors")))
+    plan.write_text(text, encoding="latin-1")
+    capsys.readouterr()
+    job_of(run, online).run_missing(pipeline.DATA)
+    assert f"{kind}: plan.json cannot be read; making it again" in capsys.readouterr().out
+    assert plan.read_text() == before and written(run) == places
+    job_of(run, online).need(pipeline.DATA)
 
 
 def test_a_damaged_file_is_found_although_the_index_is_gone(run, capsys):
