@@ -264,7 +264,7 @@ class Job:
                 Manifest(self.run / stage).reopen()
 
     def open(self, stage: str) -> bool:
-        """Prepares the stage's folder; True when it is complete. A trained head moves with its training folder."""
+        """Prepares the stage's folder; True when it is complete. A head and its exports move with their training."""
         folder = self.run / stage
         before, mark = Manifest(folder).data.get("fingerprint"), self.marks[stage][0]
         was_there = folder.is_dir() and any(folder.iterdir())
@@ -282,13 +282,14 @@ class Job:
         return done
 
     def _swap_heads(self, before: str, mark: str) -> None:
-        head = self.run / "head"
-        aside, kept = head.with_name(f"head.old-{before[:12]}"), head.with_name(f"head.old-{mark[:12]}")
-        if head.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-            head.rename(aside)
-        if kept.is_dir():
-            kept.rename(head)
+        for name in ("head", "export"):  # exports, by `headtrain export` too, are of the head beside them
+            mine = self.run / name
+            aside, kept = (mine.with_name(f"{name}.old-{of[:12]}") for of in (before, mark))
+            if mine.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+                mine.rename(aside)
+            if kept.is_dir():
+                kept.rename(mine)
 
     def write_config(self) -> None:
         from headtrain.configload import to_yaml

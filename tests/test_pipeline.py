@@ -206,7 +206,9 @@ def test_changed_settings_redo_what_depends_on_them_and_keep_the_old(headtrain, 
     assert "nothing to do" in headtrain(*arguments, env=launched).stdout
 
 
-def test_a_finished_head_comes_back_with_its_settings_even_when_those_in_between_made_none(tmp_path, capsys):
+def test_a_finished_head_and_its_exports_come_back_with_its_settings_even_when_those_in_between_made_none(
+    tmp_path, capsys
+):
     job = pipeline.Job.__new__(pipeline.Job)
     job.run = tmp_path
 
@@ -216,12 +218,15 @@ def test_a_finished_head_comes_back_with_its_settings_even_when_those_in_between
 
     assert not opened("a")
     (tmp_path / "head").mkdir()
-    for name in ("training/best.json", "head/config.json", "head/model.safetensors"):
+    (tmp_path / "export" / "vllm").mkdir(parents=True)  # by `headtrain export`
+    exported = tmp_path / "export" / "vllm" / "config.json"
+    for name in ("training/best.json", "head/config.json", "head/model.safetensors", "export/vllm/config.json"):
         (tmp_path / name).write_text("made by a")
     Manifest(tmp_path / "training").finish({})
     assert opened("a")
-    assert not opened("b") and not (tmp_path / "head").exists()
+    assert not opened("b") and not (tmp_path / "head").exists() and not exported.exists()
     assert opened("a") and (tmp_path / "head" / "config.json").read_text() == "made by a"
+    assert exported.read_text() == "made by a"
     assert "is gone" not in capsys.readouterr().out
 
 
