@@ -224,7 +224,7 @@ def test_a_capture_that_is_not_finite_is_refused_by_row_before_anything_is_fitte
     reader = store.CaptureStore(tmp_path / "captures")
     first = reader.rows[5]
     reader._tensors(first.file)["last"][sum(row.tokens for row in reader.rows[:5]) + 1] = float("inf")
-    with pytest.raises(ValueError, match=rf"captures-00000\.safetensors: row {first.id} has values in `last`"):
+    with pytest.raises(ValueError, match=rf"captures-00000\.safetensors has values in `last` of row {first.id}"):
         reader.read(first)
     reader.read(reader.rows[4])
 

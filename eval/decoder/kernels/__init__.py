@@ -32,7 +32,7 @@ def _attention(query, key, value, mask, scaling=None, softcap=None, s_aux=None) 
     tensors = query, key, value
     if not TRITON or mask is None or mask.shape[1] != 1 or query.shape[2] > FEW:
         return None
-    if query.get_device() != torch.cuda.current_device():  # of a target over several
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():  # of a target over several
         return None
     from headtrain.eval.decoder.kernels import triton_attention as kernel
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from headtrain import target as targets
+from headtrain import attention
 from headtrain.cache import KVCache
 from headtrain.eval.decoder import graphs, kernels
 from headtrain.eval.decoder.sampling import Sampling, adjust, probabilities
@@ -209,7 +209,7 @@ def test_tree_attention_is_the_softmax_written_out(interpreted, name):
     close = 1e-5 if found.dtype == torch.float32 else 4e-3
     assert found.dtype == case[0].dtype
     torch.testing.assert_close(found.double(), dense(*case), rtol=close, atol=close)
-    plain, _ = targets.attention(None, *case[:4], scaling=case[4], softcap=case[5], s_aux=case[6])
+    plain, _ = attention.attention(None, *case[:4], scaling=case[4], softcap=case[5], s_aux=case[6])
     torch.testing.assert_close(found, plain, rtol=close, atol=close)
 
 
