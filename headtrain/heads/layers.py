@@ -292,6 +292,14 @@ def _whole_chains(order: Tensor, chain_M: Tensor, chains: int):
             yield order[a:b], chain_M[a:b] - number * chains
 
 
+def pairs_at_once(vocab: int, device: torch.device) -> int:
+    """1,024; on a CPU fewer where their logits would take more than 128 MB in float32.
+
+    A GPU has the memory, and would spend more time adding up lm_head's gradient than on the products of small chunks.
+    """
+    return 1024 if device.type != "cpu" else max(64, min(1024, (1 << 25) // vocab))
+
+
 def fused_loss(
     objective,
     weights,
@@ -300,14 +308,15 @@ def fused_loss(
     lm_head_VH: Tensor,
     pairs: Pairs,
     teacher: Teacher,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ weight · objective over M pairs, without ever holding their logits: (loss, loss per pair [M], hit bool [M]).
 
     x_MH: hidden after the head's norm. objective: of headtrain/heads/objectives.py, over one chunk of whole chains; a
     pair's weight is weights(chosen [C, D], hit [C, D]) at its chain and depth, times scale_D (float32 [D]). The
-    gradients are made in the forward, chunk by chunk of about so many pairs.
+    gradients are made in the forward, chunk by chunk of about so many pairs (None: what suits vocabulary and device).
     """
+    chunk = chunk or pairs_at_once(len(lm_head_VH), x_MH.device)
     return _FusedLoss.apply(objective, weights, scale_D, chunk, pairs, teacher, x_MH, lm_head_VH)
 
 

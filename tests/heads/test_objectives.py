@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headtrain.heads.layers import Pairs, Teacher, fused_loss
+from headtrain.heads.layers import Pairs, Teacher, fused_loss, pairs_at_once
 from headtrain.heads.objectives import LK_SHARPNESS, OBJECTIVES, Rows, dpace, fixed, smooth_l1, vat
 
 M, U, V, H = 23, 9, 14, 6
@@ -83,7 +83,14 @@ def test_vat_weights_start_to_fall_after_the_first_rejection():
     assert torch.allclose(vat(CHOSEN, HIT, 0.5), torch.tensor([[1.0, 1.0, 0.5], [1.0, 0.5, 0.25]]))
 
 
-@pytest.mark.parametrize("chunk", [1, 10, 1000])
+def test_the_logits_held_at_a_time_do_not_grow_with_the_vocabulary_on_a_cpu():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    held = [pairs_at_once(vocab, cpu) * vocab for vocab in (8192, 32768, 131072, 262144)]
+    assert held[0] < held[1] == held[2] == held[3]
+    assert pairs_at_once(262144, gpu) == 1024
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 1000, None])
 def test_dynamic_weights_see_whole_chains_whatever_the_chunk(chunk):
     torch.manual_seed(0)
     depths, slots = 3, 12
