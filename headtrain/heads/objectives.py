@@ -87,7 +87,7 @@ def soft_ce(
     if needs_w:
         weighted = x * narrow
         shared = torch.zeros(len(p), x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, rows.which, weighted)
-        dw = draft.q.T @ weighted - p.T @ shared
+        dw = (draft.q.T @ weighted).addmm_(p.T, shared, alpha=-1)
     return Graded(loss, draft.hit, weight, dx, dw)
 
 
